@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -89,21 +90,22 @@ def pid_of(fleet: Fleet, number: int) -> int:
     return fleet.engines[number]._connection.engine.process.pid
 
 
-def test_engine_gets_no_request_while_its_process_ends(demo_model: Path) -> None:
+def test_engine_gets_no_request_while_its_process_ends(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a large one takes seconds to free; requests that were sent to it would fail after that."""
 
     async def work(fleet: Fleet) -> None:
-        dying, ends, may_end = fleet.engines[0], asyncio.Event(), asyncio.Event()
-        stop = dying._connection.stop
+        dying, ends, may_end = fleet.engines[0], threading.Event(), threading.Event()
+        stop = EngineProcess.stop
 
-        async def stop_later() -> str:
-            ends.set()
-            await may_end.wait()
-            return await stop()
+        def stop_later(process: EngineProcess) -> int:
+            if process is dying._connection.engine:
+                ends.set()
+                may_end.wait()
+            return stop(process)
 
-        dying._connection.stop = stop_later     # type: ignore[method-assign]
+        monkeypatch.setattr(EngineProcess, "stop", stop_later)
         os.kill(pid_of(fleet, 0), signal.SIGKILL)
-        await ends.wait()
+        await until(ends.is_set)
         outputs = [await answer(fleet, [number] * 20) for number in range(5, 9)]
         assert {output.metrics.engine for output in outputs if output.metrics} == {1}
         with pytest.raises(EngineDeadError, match="the engine process ended"):

@@ -66,6 +66,7 @@ class EngineConnection:
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.ready, self.start_timeout_s = engine, tokenizer, ready, start_timeout_s
         self._writer = writer
+        self.is_closed = False  # then requests go to other engines; a large process takes seconds to end
         # Waits for the next report. EOFError or ConnectionError when the engine is gone.
         self.receive = partial(_receive, reader)
 
@@ -103,6 +104,7 @@ class EngineConnection:
 
     def abort(self) -> None:
         """Close the connection at once; `receive` raises."""
+        self.is_closed = True
         self._writer.transport.abort()
 
     def kill(self) -> None:
@@ -196,7 +198,6 @@ class EngineClient(SingleEngine):
         self._pending = PendingCommands(self._send)
         self._is_idle, self._last_progress_s = True, 0.0  # from the engine's last report, and when it was received
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._has_ended = False     # the connection has; the reason is known once the process has, too
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -336,7 +337,7 @@ class EngineClient(SingleEngine):
     @property
     def is_alive(self) -> bool:
         """Whether the engine still answers."""
-        return not (self._has_ended or self._death.done())
+        return not (self._connection.is_closed or self._death.done())
 
     @property
     def death_reason(self) -> str:
@@ -369,7 +370,7 @@ class EngineClient(SingleEngine):
 
     def _check_serves(self) -> None:
         """As in `BaseClient`, inlined: once a request."""
-        if self._has_ended or self._death.done():
+        if self._connection.is_closed or self._death.done():
             raise EngineDeadError(self.death_reason)
         if self.sleeping:
             raise EngineAsleepError
@@ -422,7 +423,6 @@ class EngineClient(SingleEngine):
                 if isinstance(report, messages.Stepped):
                     await self._handle_step(report)
         except (EOFError, ConnectionError):
-            self._has_ended = True  # requests go to other engines from now on: a large process takes seconds to end
             self._mark_dead(f"the engine process ended ({await self._connection.stop()})")
         except EngineDeadError as error:
             self._mark_dead(str(error))
