@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -98,14 +99,22 @@ def test_request_without_a_token_in_time_is_a_504(server: OpenAIServer, path: st
 @pytest.mark.usefixtures("unmeasured")
 def test_answer_that_has_begun_ends_with_what_is_there(server: OpenAIServer) -> None:
     streams, texts = {}, dict.fromkeys(ROUTES, "")
-    with ExitStack() as stack:
-        for path, body in ROUTES.items():
-            asked = body | {"stream": True, "deadline_ms": 3000, LIMITS.get(path, "max_tokens"): 900}
-            response = stack.enter_context(server.http.stream("POST", path, json=asked))
-            assert response.status_code == 200
-            streams[path] = response.iter_text()
-            while "content" not in texts[path] and "text" not in texts[path]:
-                texts[path] += next(streams[path])
+
+    def begin(path: str) -> None:
+        asked = ROUTES[path] | {"stream": True, "deadline_ms": 3000, LIMITS.get(path, "max_tokens"): 900}
+        response = stack.enter_context(server.http.stream("POST", path, json=asked))
+        assert response.status_code == 200
+        streams[path] = response.iter_text()
+        while "content" not in texts[path] and "text" not in texts[path]:
+            texts[path] += next(streams[path])
+
+    with ExitStack() as stack, ExitStack() as held, ThreadPoolExecutor(1) as pool:
+        for path in ROUTES:     # the engine goes on until each has begun, and no longer: none may end by itself
+            held.enter_context(server.held())
+            begun = pool.submit(begin, path)
+            server.wait_until(lambda begun=begun: server.service.client.num_queued == 1 or begun.done())
+            held.close()
+            begun.result()
         with server.held():
             until_s = time.monotonic() + 3.0
             server.wait_until(lambda: time.monotonic() > until_s)

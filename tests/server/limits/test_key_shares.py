@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +39,31 @@ def ask(server: OpenAIServer, key: str, path: str = "/v1/completions", **body: A
 
 
 @contextmanager
-def streaming(server: OpenAIServer, key: str, path: str = "/v1/completions") -> Iterator[None]:
-    """Hold a request of a key open: its stream has begun and is not read."""
-    body = PATHS[path] | {"stream": True, "max_tokens": 900, "ignore_eos": True}
-    with server.http.stream("POST", path, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
-        assert response.status_code == 200
-        yield
+def open_requests(server: OpenAIServer, key: str, path: str = "/v1/completions", count: int = 1) -> Iterator[None]:
+    """Hold requests of a key open, with the engine: none ends before we have looked. Then they are answered."""
+    body, loads = PATHS[path] | {"stream": True, "max_tokens": 9, "ignore_eos": True}, server.service.admission
+    headers = {"Authorization": f"Bearer {key}"}
+    with ThreadPoolExecutor(count) as pool:
+        with server.held():
+            asked = [pool.submit(server.http.post, path, json=body, headers=headers) for _ in range(count)]
+            server.wait_until(lambda: sum(loads.num_by_client.values()) == count)
+            yield
+        assert all(each.result().text.endswith("data: [DONE]\n\n") for each in asked)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("held_by", ["/v1/completions", "/v1/chat/completions"])
 def test_requests_of_a_key_are_bounded_whatever_they_ask_for(server: OpenAIServer, path: str, held_by: str) -> None:
     loads = server.service.admission.num_by_client
-    with ExitStack() as held:
-        for _ in range(3):
-            held.enter_context(streaming(server, "one", held_by))
-        assert loads["key:1"] == 3
-        refused = ask(server, "one", path)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_limit")
-        assert int(refused.headers["Retry-After"]) >= 1
-        assert ask(server, "two").status_code == 200
+    with ThreadPoolExecutor(1) as other:
+        with open_requests(server, "one", held_by, count=3):
+            assert loads == {"key:1": 3}
+            refused = ask(server, "one", path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_limit")
+            assert int(refused.headers["Retry-After"]) >= 1
+            admitted = other.submit(ask, server, "two")
+            server.wait_until(lambda: loads == {"key:1": 3, "key:2": 1})
+        assert admitted.result().status_code == 200
     server.wait_until(lambda: len(loads) == 0)
     assert ask(server, "one", path).status_code == 200
     server.wait_until(lambda: len(loads) == 0)
@@ -67,7 +73,7 @@ def test_prompts_of_a_call_count_one_by_one(server: OpenAIServer) -> None:
     assert ask(server, "one", prompt=["a"] * 3).status_code == 200
     response = ask(server, "one", prompt=["a"] * 4)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
-    with streaming(server, "one"):
+    with open_requests(server, "one"):
         assert ask(server, "one", prompt=["a"] * 3).json()["error"]["code"] == "key_limit"
     server.wait_until(lambda: len(server.service.admission.num_by_client) == 0)
 
@@ -147,13 +153,20 @@ def test_fcfs_refuses_priorities(demo_model: Path) -> None:
         assert ask(server, "op", priority=0).status_code == 200
 
 
-def test_share_of_the_kv_blocks_is_told_as_the_reason_of_a_wait(demo_model: Path) -> None:
+def test_share_of_the_kv_blocks_is_told_as_the_reason_of_a_wait(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = set[str | None]()
     with openai_server(options(demo_model, max_kv_share_per_key=0.05), api_key=KEYS) as server:
+        set_state = server.service.client._set_state
+        monkeypatch.setattr(
+            server.service.client, "_set_state", lambda state: (told.add(state.waits_for), set_state(state))
+        )
         long = {"prompt": [5] * 400, "max_tokens": 600, "ignore_eos": True, "stream": True}
         headers = {"Authorization": "Bearer one"}
         with (
             server.http.stream("POST", "/v1/completions", json=long, headers=headers),
             server.http.stream("POST", "/v1/completions", json=long, headers=headers),
         ):
-            server.wait_until(lambda: server.service.client.state.waits_for == "kv_share")
+            server.wait_until(lambda: "kv_share" in told)
             assert ask(server, "two", prompt=[6] * 400).status_code == 200
