@@ -380,6 +380,12 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+LATENT: dict[str, object] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -419,7 +425,14 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "weights are quantized, and only floating-point weights are read here"),
         ({"architectures": ["NewForCausalLM"]}, "unknown architecture 'NewForCausalLM'; known are .*Qwen3"),
         ({"architectures": ["BloomForCausalLM"]}, r"'BloomForCausalLM' is not supported yet: .*\(ALiBi\)"),
-        ({"architectures": ["DeepseekV3Model"]}, "'DeepseekV3Model' is not supported yet: multi-head latent attention"),
+        ({"architectures": ["DeepseekV4Model"]}, "'DeepseekV4Model' is not supported yet: compressed attention"),
+        ({"architectures": ["DeepseekV3Model"]}, "kv_lora_rank is missing"),
+        (LATENT | {"kv_lora_rank": 20}, "latents of 20 dimensions are not supported: multiples of 8 are"),
+        (LATENT | {"qk_rope_head_dim": 7}, "rotary embedding needs an even head_dim, got 7"),
+        (LATENT | {"v_head_dim": None}, "v_head_dim is missing"),
+        (LATENT | {"attention_bias": True}, "attention_bias = True is not supported yet: its projections have no bias"),
+        (LATENT | {"topk_method": "greedy"}, "topk_method must be one of noaux_tc, got 'greedy'"),
+        (LATENT | {"n_group": 3}, "8 experts do not divide into 1 of 3 groups of equal size"),
         ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM' is not supported yet: recurrent state"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "is not supported yet: of encoders, BERT,"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi = True is not supported yet: biases of"),
@@ -427,7 +440,7 @@ def test_missing_config_is_named(tmp_path: Path) -> None:
          "parallel_attn must be true with new_decoder_architecture"),
         ({"architectures": ["OlmoForCausalLM"], "clip_qkv": 0}, "clip_qkv must be a number from 1e-30"),
         ({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "qwen2"}},
-         "text_config: model_type must be one of mistral, ministral3, got 'qwen2'"),
+         "text_config: model_type must be one of mistral, ministral3, mistral4, got 'qwen2'"),
         ({"architectures": [["LlamaForCausalLM"]]}, "unknown architecture"),
         ({"architectures": None, "model_type": "rwkv"}, "unknown model_type 'rwkv'; known are .*GPT2LMHeadModel"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},

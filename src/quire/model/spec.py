@@ -280,6 +280,11 @@ class LatentAttention(Attention):
     nope_dim: int = 128
     expanded_dim: int = 128
 
+    def __post_init__(self) -> None:
+        Attention.__post_init__(self)
+        if self.latent_dim % 8:
+            raise SpecError(f"latents of {self.latent_dim} dimensions are not supported: multiples of 8 are")
+
     @property
     def rope_dim(self) -> int:
         """Rotated dimensions of keys and queries."""
