@@ -1,12 +1,13 @@
 """Decoding with latent attention, beside llama.cpp on the same random GGUF file, in turn.
 
-    python bench/latent_attention.py --llama-cpp FOLDER [--layers 4] [--contexts 32,8192] [--rounds 7]
+    python bench/latent_attention.py --llama-cpp FOLDER [--layers 4] [--contexts 32,8192] [--rounds 7] [--threads 2]
     python bench/latent_attention.py    # the kernel alone: CPU time of one thread, beside values of their own, in turn
 
 DeepSeek-V2-Lite's sizes with few layers, all of them dense, in Q8_0, with V2's two projections of queries: llama.cpp
 knows V2-Lite's one projection by the number of layers. FOLDER has the libraries of llama.cpp 0.5.0 (`make real`); its
 cache is of 16 bits by default, and so is Quire's. Each time is one step of one sequence behind so many tokens.
-llama.cpp computes the tokens before, Quire reads a cache of random numbers: a step takes as long.
+llama.cpp computes the tokens before, Quire reads a cache of random numbers: a step takes as long. With one thread the
+times are of the CPU: llama.cpp's threads spin at barriers, and beside other work two of them stand still.
 """
 
 import statistics
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 import typer
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
@@ -101,7 +101,9 @@ def write_file(path: Path, num_layers: int, num_tokens: int) -> None:
 class Quire:
     """The file in Quire, and steps of one sequence."""
 
-    def __init__(self, path: Path, num_tokens: int) -> None:
+    def __init__(self, path: Path, num_tokens: int, num_threads: int) -> None:
+        _kernels.set_num_threads(num_threads)
+        self._clock = time.process_time if num_threads == 1 else time.perf_counter
         source = read_source(path)
         quantization = source.quantization(QuantizationOptions())
         back_end = choose_back_end("cpu", "cpp", head_dim=source.spec.head_dim)
@@ -118,7 +120,7 @@ class Quire:
         slot = self._table[0, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         starts, lens = np.array([0, 1], np.int32), np.array([position + 1], np.int32)
         metadata = build_metadata(self._table, starts, lens, BLOCK_SIZE)
-        begun = time.perf_counter()
+        begun = self._clock()
         tokens = np.array([7])
         x = self._decoder._embedding(tokens, np.array([position]))
         inputs = LayerInputs(
@@ -127,14 +129,15 @@ class Quire:
         hidden = self._decoder._program.run(x, inputs)
         assert self._decoder._head is not None
         self._decoder._head(hidden)
-        return time.perf_counter() - begun
+        return self._clock() - begun
 
 
 class Theirs:
     """The file in llama.cpp, and steps of one sequence."""
 
-    def __init__(self, folder: Path, path: Path, num_tokens: int) -> None:
-        llama_cpp.NUM_THREADS = torch.get_num_threads()
+    def __init__(self, folder: Path, path: Path, num_tokens: int, num_threads: int) -> None:
+        llama_cpp.NUM_THREADS = num_threads
+        self._clock = time.process_time if num_threads == 1 else time.perf_counter
         self._model = llama_cpp.LlamaCpp(folder, path, num_tokens)
         self._num_known = 0
 
@@ -144,9 +147,9 @@ class Theirs:
             count = min(512, position - self._num_known)
             self._model.logits([11] * count, self._num_known)
             self._num_known += count
-        begun = time.perf_counter()
+        begun = self._clock()
         self._model.logits([7], position)
-        return time.perf_counter() - begun
+        return self._clock() - begun
 
 
 def time_kernel(rounds: int) -> None:
@@ -179,7 +182,7 @@ def time_kernel(rounds: int) -> None:
 
 def main(
     llama_cpp_folder: Annotated[Path | None, typer.Option("--llama-cpp")] = None, layers: int = 4,
-    contexts: str = "32,8192", rounds: int = 7,
+    contexts: str = "32,8192", rounds: int = 7, threads: int = 2,
 ) -> None:  # fmt: skip
     """Print the milliseconds of a step at each context: median, and the least and the most."""
     if llama_cpp_folder is None:
@@ -189,7 +192,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_file(path, layers, num_tokens)
-        engines = {"quire": Quire(path, num_tokens), "llama.cpp": Theirs(llama_cpp_folder, path, num_tokens)}
+        theirs = Theirs(llama_cpp_folder, path, num_tokens, threads)
+        engines = {"quire": Quire(path, num_tokens, threads), "llama.cpp": theirs}
         for position in sorted(positions):
             times: dict[str, list[float]] = {name: [] for name in engines}
             for turn in range(rounds + 1):
