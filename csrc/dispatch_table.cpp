@@ -25,6 +25,8 @@ template <typename T>
 void low_rank_product(const LowRankProduct<T>&);
 template <typename T>
 void head_linear(const HeadLinear<T>&);
+template <typename T>
+void short_conv(const ShortConv<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -40,6 +42,7 @@ const Kernels kernels = {
     {experts<bf16>, experts<float>},
     {low_rank_product<bf16>, low_rank_product<float>},
     {head_linear<bf16>, head_linear<float>},
+    {short_conv<bf16>, short_conv<float>},
 };
 
 }  // namespace quire::ISA

@@ -311,6 +311,27 @@ struct KVWrite : RotaryParameters {
     long num_tokens, block_size;
 };
 
+// A causal convolution of each channel over the last `taps` tokens, gated on both sides (LFM2): x [num_tokens, 3 * width] has
+// gates g, gates h and values v in turn; out = h * (bias + sum over taps of weight[tap] * u of a token), u = g * v rounded to T,
+// the oldest token first; before a sequence there are zeros. weight [taps, width]; bias null for none. Rows `stride` elements
+// apart. tails [num_blocks, length, width], or [num_blocks, block_size, width] if length is more, has u of the last tokens of
+// each block of the paged cache, at their offset % length: tokens before the step are read from it, those of the step are
+// written, but where the slot is -1.
+template <typename T>
+struct ShortConv {
+    const T* x;
+    long x_stride;
+    T* out;
+    long out_stride;
+    const float *weight, *bias;
+    long taps, width;
+    T* tails;
+    long length;
+    const std::int64_t *positions, *slots;
+    const std::int32_t *block_tables, *query_starts;
+    long table_stride, num_seqs, block_size;
+};
+
 template <template <typename> class Op>
 struct ForBoth {
     void (*bf16)(const Op<quire::bf16>&);
@@ -331,6 +352,7 @@ struct Kernels {
     ForBoth<Experts> experts;
     ForBoth<LowRankProduct> low_rank_product;
     ForBoth<HeadLinear> head_linear;
+    ForBoth<ShortConv> short_conv;
 };
 
 namespace portable { extern const Kernels kernels; }

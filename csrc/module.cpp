@@ -314,6 +314,7 @@ NB_MODULE(_kernels, module) {
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
     def_struct<AttentionParameters>(module, "AttentionParameters");
     def_struct<AttentionOp>(module, "AttentionOp");
+    def_struct<ShortConvOp>(module, "ShortConvOp");
     def_struct<PositionScaleOp>(module, "PositionScaleOp");
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
@@ -361,6 +362,7 @@ NB_MODULE(_kernels, module) {
     def(module, "embedding", &Kernels::embedding);
     def(module, "attention", &Kernels::attention);
     def(module, "kv_write", &Kernels::kv_write);
+    def(module, "short_conv", &Kernels::short_conv);
     def(module, "choose_tokens", &Kernels::choose_tokens);
     def(module, "mask_logits", &Kernels::mask_logits);
     def(module, "top_logprobs", &Kernels::top_logprobs);

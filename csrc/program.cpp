@@ -102,6 +102,13 @@ public:
                           program_.block_size_});
     }
 
+    void operator()(const ShortConvOp& op) const {
+        call(chosen->short_conv,
+             ShortConv<T>{at(op.x), stride(op.x), at(op.out), stride(op.out), op.weight, op.bias, op.taps,
+                          program_.buffers_[op.out].width, static_cast<T*>(program_.caches_[op.layer].keys), op.length, step_.positions,
+                          step_.slots, step_.block_tables, step_.query_starts, step_.table_stride, step_.num_seqs, program_.block_size_});
+    }
+
     void operator()(const PositionScaleOp& op) const {
         const long width = program_.buffers_[op.x].width;
         share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {

@@ -51,6 +51,11 @@ struct AttentionOp {
     long query, out, layer;
     AttentionParameters attention;
 };
+struct ShortConvOp {
+    long x, out, layer;
+    const float *weight, *bias;
+    long taps, length;  // as in ShortConv
+};
 struct PositionScaleOp {  // rows times factors[their position], in place
     long x;
     const float* factors;
@@ -77,8 +82,8 @@ struct HeadLinearOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, PositionScaleOp, SumOp, GatherOp, SummedLinearOp,
-                               HeadLinearOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, PositionScaleOp, SumOp, GatherOp,
+                               SummedLinearOp, HeadLinearOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

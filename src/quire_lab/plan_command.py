@@ -147,6 +147,14 @@ def print_refusals(refusals: list[str]) -> None:
         report.print_line(f"not servable yet: {reason}")
 
 
+def _tails(found: MemoryPlan) -> str:
+    """Return what blocks keep for short convolutions."""
+    return (
+        f"{format_bytes(found.tail_bytes)} of each block, for {found.num_convolutions} layers: prefixes are found at "
+        "the end of each block"
+    )
+
+
 def _rows(found: MemoryPlan) -> dict[str, Any]:
     cache, each = found.cache, " each" if found.num_devices > 1 else ""
     held = f"{cache.num_blocks:,} blocks of {cache.block_size}: {cache.num_blocks * cache.block_size:,} tokens"
@@ -167,6 +175,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         ),
         "KV cache": kv_cache,
         "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
+        **({"short convolutions": _tails(found)} if found.num_convolutions else {}),
         **({"windows": found.windows} if found.windows else {}),
         **({"exchanges": _exchanges(found)} if found.exchanges.number else {}),
         "longest request": f"{found.scheduler.max_model_len:,} tokens",

@@ -5,7 +5,6 @@ Preemption, swaps, forks, prefix hits and copies inside of blocks move through a
 """
 
 import random
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import RequestFailedError
 from quire.kernels.cpp.isas import usable_isas
-from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.scheduler import Scheduler
 from support.answers import Answer, answers_of
-from support.poison import Poison, poison_blocks
+from support.poison import Poison, poison_blocks, preempt_now_and_then
 from support.random_model import VOCAB_SIZE, write_random_model
 from support.threads import set_num_threads
 
@@ -61,18 +58,6 @@ def alone(model: Path, isa: str, dtype: str, kv_dtype: str) -> list[list[Answer]
         model, cpu_isa=isa, dtype=dtype, kv_cache_dtype=kv_dtype, enable_prefix_caching=False, **OPTIONS
     ) as llm:
         return [answers_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in asked()]
-
-
-def preempt_now_and_then(scheduler: Scheduler) -> None:
-    """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not."""
-    inner, steps = scheduler.planner.start_step, count(1)
-
-    def preempt_latest(step: PlanBuilder) -> None:
-        inner(step)
-        if next(steps) % 4 == 0 and len(scheduler.queues.running) > 1:
-            scheduler.planner.preempt(step, scheduler.queues.running[-1])
-
-    scheduler.planner.start_step = preempt_latest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("isa", "dtype", "kv_dtype"), CASES)

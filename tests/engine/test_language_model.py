@@ -66,7 +66,7 @@ def test_model_of_no_family_is_served_as_by_a_plain_forward_pass(num_kv_blocks: 
     """With few blocks, requests are preempted; all of them share a prefix, and prompts are computed in chunks."""
     model = HandwrittenModel()
     served: LanguageModel = model
-    limits = ModelLimits(MAX_LEN, model.kv_geometry.bytes_per_token, None)
+    limits = ModelLimits(MAX_LEN, model.kv_geometry.bytes_per_token(16), None)
     options = EngineOptions(
         device="cpu", max_model_len=MAX_LEN, num_kv_blocks=num_kv_blocks, block_size=8, max_num_seqs=4,
         max_num_batched_tokens=16, num_swap_blocks=20,

@@ -56,14 +56,14 @@ def test_space_is_laid_out_as_the_cache_is(
         assert not ours.any()
         ours.fill_(1)
     starts = sorted(x.data_ptr() for x in tensors(space.tensors))
-    assert starts[-1] - starts[0] < 5 * 16 * geometry.bytes_per_token + 64 * ALIGNMENT
+    assert starts[-1] - starts[0] < 5 * 16 * geometry.bytes_per_token(16) + 64 * ALIGNMENT
 
 
 def test_file_has_no_name_and_goes_with_its_last_tensor(spec: DecoderSpec, tmp_path: Path) -> None:
     geometry = geometry_of(spec, REFERENCE, "float32")
     space = allocate_swap_space(geometry, 64, 16, REFERENCE, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert mapped_bytes(tmp_path) >= 64 * 16 * geometry.bytes_per_token
+    assert mapped_bytes(tmp_path) >= 64 * 16 * geometry.bytes_per_token(16)
     last = space.values[-1]
     del space
     last.fill_(3)

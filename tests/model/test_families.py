@@ -72,6 +72,7 @@ MINISTRAL3_ROPE = rope(
 LONGROPE = rope(
     "longrope", short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.2, 1.9, 3.0, 4.0], partial_rotary_factor=1.0
 )
+LFM2 = LLAMA | SPECIAL | rope("default")
 GEMMA = LLAMA | {"head_dim": 16}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
     "num_attention_heads": 3, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
@@ -383,6 +384,24 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"num_hidden_layers": 4, "moe_num_experts": 5, "moe_k": 5, "moe_num_shared_experts": 0, "head_dim": 24}
         | {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "tie_word_embeddings": False},
     ),
+    "lfm2": ("Lfm2", LFM2 | {"full_attn_idxs": [1]}),
+    "lfm2, every option": (
+        "Lfm2",
+        LFM2 | {"layer_types": ["full_attention", "conv", "conv", "full_attention"], "num_hidden_layers": 4}
+        | {"conv_bias": True, "conv_L_cache": 5, "block_ffn_dim_multiplier": 1.3, "block_multiple_of": 24}
+        | {"tie_word_embeddings": False, "norm_eps": 1e-3},
+    ),
+    "lfm2 moe": (
+        "Lfm2Moe",
+        LFM2 | {"layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 40, "num_dense_layers": 1},
+    ),
+    "lfm2 moe, every option": (
+        "Lfm2Moe",
+        LFM2 | {"layer_types": ["full_attention", "conv", "conv"], "num_experts": 3, "num_experts_per_tok": 1}
+        | {"moe_intermediate_size": 24, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 1.7, "conv_bias": True, "conv_L_cache": 2, "tie_word_embeddings": False},
+    ),
     "gpt-oss": (
         "GptOss",
         LLAMA
@@ -563,7 +582,7 @@ NEWER = [
 ]  # fmt: skip
 
 
-OLDER = ["gpt2", "opt, as the 350m", "llama, llama3 rope", "mistral, no window", "qwen3"]
+OLDER = ["gpt2", "opt, as the 350m", "llama, llama3 rope", "mistral, no window", "qwen3", "lfm2"]
 
 
 @on_both_back_ends(OLDER + NEWER)
@@ -734,7 +753,8 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, checkpoint: Checkpoin
 SUMMED = [
     "gpt2", "gpt2, every option", "opt", "opt, as the 350m", "opt, no biases, gelu", "gptj", "gpt_neox", "falcon",
     "llama, grouped, tied", "llama, biases, own head width", "qwen2", "qwen3", "olmo2, biases, own eps, llama3 rope",
-    "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2", *MIXTURES, "qwen2 moe, every option",
+    "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2", "lfm2", "lfm2, every option",
+    *MIXTURES, "lfm2 moe", "qwen2 moe, every option",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from quire.core.errors import ConfigError
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.reference.back_ends import TORCH
-from quire.model.kv_cache import ALIGNMENT, KVCache, KVGeometry, LayerKV
+from quire.model.kv_cache import ALIGNMENT, KVCache, KVGeometry, LayerKV, LayerTail
 
 
 def geometry(dtype: str = "float32") -> KVGeometry:
@@ -34,7 +34,7 @@ def test_cache_is_one_zeroed_aligned_tensor_per_layer_for_keys_and_for_values(dt
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % ALIGNMENT == 0
         assert not tensor.any()
-    assert [tensor.nbytes for tensor in cache.tensors] == geometry(dtype_name(dtype)).tensor_bytes(5 * 16)
+    assert [tensor.nbytes for tensor in cache.tensors] == geometry(dtype_name(dtype)).tensor_bytes(5, 16)
 
 
 def test_joined_caches_are_the_same_tensors_and_may_differ_in_blocks() -> None:
@@ -56,10 +56,10 @@ def test_empty_cache_takes_no_memory() -> None:
 
 
 def test_layers_may_differ_and_are_split_by_model(back_end: BackEnd) -> None:
-    others = LayerKV(1, 16, "bfloat16"), LayerKV(3, 24, "float32"), LayerKV(1, 40, "float32", value_dim=0)
+    others = LayerKV(1, 16, "bfloat16"), LayerTail(3, 12, "float32"), LayerKV(1, 40, "float32", value_dim=0)
     joined = geometry("float32").joined(KVGeometry(others))
     cache = KVCache.allocate(joined, 5, 16, back_end)
-    assert [tensor.nbytes for tensor in cache.tensors] == joined.tensor_bytes(5 * 16)
+    assert [tensor.nbytes for tensor in cache.tensors] == joined.tensor_bytes(5, 16)
     assert [dtype_name(each.dtype) for each in cache.keys] == ["float32"] * 3 + ["bfloat16", "float32", "float32"]
     target, draft = cache.split([3, 3])
     assert all(a is b for a, b in zip(target.keys + draft.keys, cache.keys, strict=True))

@@ -142,3 +142,23 @@ def test_longest_request_is_that_of_sentence_transformers_as_in_the_engine(run: 
     for flags, longest in (((), 20), (("--max-model-len", 30), 30)):
         assert run("plan", folder, *flags, "--json", path).code == 0
         assert json.loads(path.read_text())["scheduler"]["max_model_len"] == longest
+
+
+def test_bytes_of_short_convolutions_are_told(run: Run, tmp_path: Path) -> None:
+    """LFM2-1.2B as published: 6 layers of attention with 8 KV heads of 64, 10 of convolutions over 3 tokens."""
+    config = {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65_536, "block_ff_dim": 12_288,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    write_json(tmp_path / "config.json", config)
+    found = {}
+    for drafts in ([], ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']):
+        ran = run("plan", tmp_path, "--device-memory", "16GiB", "--json", tmp_path / "plan.json", *drafts)
+        assert ran.code == 0, ran.err
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        assert "of each block, for 10 layers: prefixes are found at the end of each block" in " ".join(ran.out.split())
+        assert plan["num_parameters"] == 1_170_340_608
+        found[len(drafts)] = plan["kv_bytes_per_token"], plan["tail_bytes"]
+    assert found[0] == (6 * 8 * 64 * 2 * 2 + 10 * 3 * 2048 * 2 // 16, 10 * 3 * 2048 * 2)
+    assert found[2] == (6 * 8 * 64 * 2 * 2 + 10 * 7 * 2048 * 2 // 16, 10 * 7 * 2048 * 2)

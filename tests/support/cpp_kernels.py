@@ -4,7 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from quire.kernels.cpp import cpp_attention, cpp_experts, cpp_kv_cache, cpp_linear, cpp_norm, cpp_sampling, dtypes
+from quire.kernels.cpp import (
+    cpp_attention,
+    cpp_experts,
+    cpp_kv_cache,
+    cpp_linear,
+    cpp_norm,
+    cpp_sampling,
+    cpp_short_conv,
+    dtypes,
+)
 from quire.kernels.torch_arrays import torch_dtype
 from support.on_tensors import arrays, on_tensors
 
@@ -12,6 +21,7 @@ CppLinear, CppHead = on_tensors(cpp_linear.CppLinear), on_tensors(cpp_linear.Cpp
 CppNorm, CppExperts, CppUp = map(on_tensors, (cpp_norm.CppNorm, cpp_experts.CppExperts, cpp_linear.CppUp))
 paged_attention, write_kv = on_tensors(cpp_attention.paged_attention), on_tensors(cpp_kv_cache.write_kv)
 embed, copy_blocks = on_tensors(cpp_linear.embed), on_tensors(cpp_kv_cache.copy_blocks)
+short_conv = on_tensors(cpp_short_conv.short_conv)
 cache_shapes, uniforms = on_tensors(cpp_kv_cache.cache_shapes), cpp_sampling.uniforms
 
 

@@ -163,7 +163,19 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
     } | {key: config[name] for key, name in EXPERT_KEYS if name in config} | {
         f"attention.layer_norm_{'rms_' if name.startswith('rms') else ''}epsilon": config[name]
         for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if name in config
-    } | _of_some(config)  # fmt: skip
+    } | _of_some(config) | _of_convolutions(config)  # fmt: skip
+
+
+def _of_convolutions(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of an LFM2: layers with a convolution have no KV heads."""
+    if "conv_L_cache" not in config:
+        return {}
+    heads = config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in config["layer_types"]],
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
 
 
 def _of_some(config: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +219,7 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3", "Glm4MoeForCausalLM": "glm4moe", "Dots1ForCausalLM": "dots1",
     "DeepseekV2ForCausalLM": "deepseek2", "DeepseekV3ForCausalLM": "deepseek2",
     "MiniMaxM2ForCausalLM": "minimax-m2", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe",
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3")
 EXPERT_KEYS = (
@@ -216,12 +229,16 @@ EXPERT_KEYS = (
     ("expert_count", "n_routed_experts"), ("expert_count", "moe_num_experts"), ("expert_used_count", "moe_k"),
     ("expert_shared_count", "n_shared_experts"), ("expert_shared_count", "moe_num_shared_experts"),
     ("leading_dense_block_count", "first_k_dense_replace"), ("leading_dense_block_count", "moe_layer_start_index"),
+    ("leading_dense_block_count", "num_dense_layers"),
     ("expert_weights_scale", "routed_scaling_factor"), ("expert_weights_norm", "norm_topk_prob"),
     ("interleave_moe_layer_step", "moe_layer_interval"), ("expert_gating_func", "gating_func"),
     ("expert_group_count", "n_group"), ("expert_group_used_count", "topk_group"),
 )  # fmt: skip
-_VECTORS = {".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias"}
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
+_VECTORS = {
+    ".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias",
+    ".feed_forward.expert_bias": "exp_probs_b.bias",
+}  # fmt: skip
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
 _EXPERT_NAMES = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
     "w2": "ffn_down",
@@ -230,7 +247,14 @@ _OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+_LFM2_NAMES = {
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output", "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp",
+}  # fmt: skip
 _OWN_NAMES = {
+    "lfm2": _LFM2_NAMES, "lfm2moe": _LFM2_NAMES,
     "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS, "gemma3": _OUTPUT_NORMS,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
@@ -341,7 +365,7 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         heads = config.get(key, config["num_attention_heads"])
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return renamed, halves.transpose(1, 2).reshape(tensor.shape)
-    return renamed, tensor
+    return renamed, tensor.squeeze(1) if stem == "conv.conv" else tensor
 
 
 def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Path:

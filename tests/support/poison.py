@@ -5,6 +5,7 @@ impossible, tokens that are in no prompt, and block tables full of a block that 
 """
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from quire.execution.executor import LocalExecutor
 from quire.execution.worker import Worker
 from quire.kernels.reference.kv_cache import as_bytes
 from quire.kernels.torch_arrays import to_tensor
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.scheduler import Scheduler
 
 POISON_TOKEN = 3
 
@@ -71,3 +74,15 @@ class Poison:
         batch.sampling.settings["repetition_penalty"][rows] = torch.nan
         for row in rows:
             batch.sampling.lists[row] = None
+
+
+def preempt_now_and_then(scheduler: Scheduler) -> None:
+    """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not."""
+    inner, steps = scheduler.planner.start_step, count(1)
+
+    def preempt_latest(step: PlanBuilder) -> None:
+        inner(step)
+        if next(steps) % 4 == 0 and len(scheduler.queues.running) > 1:
+            scheduler.planner.preempt(step, scheduler.queues.running[-1])
+
+    scheduler.planner.start_step = preempt_latest  # type: ignore[method-assign]

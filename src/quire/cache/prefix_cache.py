@@ -37,7 +37,7 @@ class PrefixCache(Prefixes):
         )  # fmt: skip
         self._size = config.block_size
         self.pins = Pins(config.num_blocks, config.block_size)
-        self._window = config.sliding_window
+        self._window, self._finds_whole_blocks = config.sliding_window, config.finds_whole_blocks
         self.num_queried = self.num_found = 0
         self._computing: dict[int, Path] = {}  # key: the first node that the step computes for each
         self._swapping_in: list[Path] = []        # sequences that the step under way swaps in
@@ -85,7 +85,7 @@ class PrefixCache(Prefixes):
         start = len(blocks) * self._size
         parent = blocks[-1] if blocks else self._tree.root(scope)
         end = min(stop - 1, start + self._size)
-        if end <= start:
+        if end <= start or self._finds_whole_blocks:
             return NONE, 0
         wanted = token_ids[start:end]
         cached = (NONE, 0) if parent is None else self._tree.longest_match_inside(parent, wanted)

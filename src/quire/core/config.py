@@ -44,7 +44,8 @@ class CacheConfig:
     of the same size, for the blocks of preempted requests. `memory_policy`: how blocks are given out; those but `paged`
     are what paging is compared with, in chunks of a sequence, and neither cache prefixes nor swap.
     `has_blocks`: False for a model that keeps no keys and values; there are 0 blocks then. `kv_events`: None, what can
-    be found is not told. `measured_share`: share of the blocks of which lifetimes are measured.
+    be found is not told. `measured_share`: share of the blocks of which lifetimes are measured. `finds_whole_blocks`:
+    no match goes on inside of a block, for what a block keeps of its last tokens holds at its end alone.
     """
 
     num_blocks: int
@@ -56,6 +57,7 @@ class CacheConfig:
     has_blocks: bool = True
     kv_events: KVEventsConfig | None = None
     measured_share: float = 0.0
+    finds_whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.has_blocks and self.num_blocks < 1:

@@ -45,11 +45,12 @@ class LoadedDraftModel:
         A block is released early only if all layers of both have sliding windows, behind the widest of these.
         """
         geometry = self.model.kv_geometry
+        token_bytes = geometry.bytes_per_token(block_size)
         return replace(
             target,
-            kv_bytes_per_token=target.kv_bytes_per_token + geometry.bytes_per_token,
+            kv_bytes_per_token=target.kv_bytes_per_token + token_bytes,
             sliding_window=widest_window([target.sliding_window, geometry.sliding_window]),
-            scratch_bytes=self.scratch.num_blocks * block_size * geometry.bytes_per_token,
+            scratch_bytes=self.scratch.num_blocks * block_size * token_bytes,
         )
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -100,6 +101,8 @@ def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedMode
     spec, back_end = source.spec, target.model.back_end
     if not spec.generates:
         raise ModelError("it has no output head over the vocabulary")
+    if spec.has_tails:
+        raise ConfigError("drafts by a model with short convolutions are not supported yet")
     require_same_tokens(tokenizer, target.model.vocab_size, folder, spec.vocab_size)
     needed = choose_back_end(target.model.device, isa=options.cpu_isa, head_dim=spec.head_dim)
     if needed.name != back_end.name:

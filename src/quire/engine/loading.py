@@ -93,8 +93,12 @@ def load(
     num_ranks = options.tensor_parallel_size
     if num_ranks > 1:
         check_ranks(options, back_end.name, spec)
+    if spec.has_tails:
+        check_tails(options)
     num_local = num_ranks // options.nnodes if device_type == "cpu" else 1  # a GPU's memory is that of one
-    limits = _limits(spec, _widest(spec, stored, num_ranks), num_local)
+    max_truncated = options.max_truncated
+    geometry = _widest(spec, stored, num_ranks, back_end.cache_layout.stored_dtype(dtype).element, max_truncated)
+    limits = _limits(spec, geometry, num_local, options.block_size)
     limits = replace(
         limits, default_positions=pooler.max_seq_length or limits.default_positions,
         num_swap_shares=num_ranks // options.nnodes // num_local,
@@ -107,7 +111,7 @@ def load(
         source, dtype=options.dtype, device=device.tensor_device, back_end=back_end,
         max_positions=options.max_model_len, table_positions=num_positions, kv_cache_dtype=options.kv_cache_dtype,
         quantization=quantization, needs_head=pooler.config is None or pooler.config.is_reranker, ranks=ranks,
-        packed=packed_place(options, back_end.name, must_write=must_write),
+        packed=packed_place(options, back_end.name, must_write=must_write), max_truncated=max_truncated,
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
@@ -209,6 +213,13 @@ def check_encoder(options: EngineOptions) -> None:
             raise ConfigError(f"{name} {getattr(options, name)!r}: not supported for an encoder")
 
 
+def check_tails(options: EngineOptions) -> None:
+    """Raise ConfigError for an option that has not been tried with what blocks keep for short convolutions."""
+    for name, plain in (("memory_policy", "paged"), ("kv_role", "none")):
+        if (value := getattr(options, name)) != plain:
+            raise ConfigError(f"{name} {value!r} is not supported for a model with short convolutions; use {plain!r}")
+
+
 def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:
     """Raise ConfigError for what tensor parallelism does not serve."""
     name = f"tensor_parallel_size {options.tensor_parallel_size}"
@@ -220,15 +231,16 @@ def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> Non
     check_shardable(spec, options.tensor_parallel_size, mode)
 
 
-def _widest(spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int) -> KVGeometry:
-    """Return the geometry of the rank with the most KV heads, all ranks having as many blocks."""
-    if num_ranks == 1:
-        return KVGeometry.of(spec, *stored)
-    ranks = (KVGeometry.of(Shard(rank, num_ranks).local_spec(spec), *stored) for rank in range(num_ranks))
-    return max(ranks, key=lambda geometry: geometry.bytes_per_token)
+def _widest(
+    spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int, tail_dtype: str, max_truncated: int
+) -> KVGeometry:
+    """Return the geometry of the rank that keeps the most, all ranks having as many blocks."""
+    specs = [spec] if num_ranks == 1 else [Shard(rank, num_ranks).local_spec(spec) for rank in range(num_ranks)]
+    ranks = (KVGeometry.of(each, *stored, tail_dtype=tail_dtype, max_truncated=max_truncated) for each in specs)
+    return max(ranks, key=lambda geometry: geometry.bytes_per_token(1))
 
 
-def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLimits:
+def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int, block_size: int) -> ModelLimits:
     """Return the limits of a model of which the memory that is measured has `num_ranks` ranks.
 
     `geometry` is that of a rank, for all models that share the block tables.
@@ -236,9 +248,10 @@ def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int) -> ModelLim
     table_bytes = sum(rotary.head_dim for rotary in spec.rotaries) * FLOAT32.itemsize
     return ModelLimits(
         spec.max_position_embeddings,
-        num_ranks * geometry.bytes_per_token,
+        num_ranks * geometry.bytes_per_token(block_size),
         geometry.sliding_window,
         table_bytes,
         spec.default_positions,
         positions_reason=spec.positions_reason,
+        has_tails=geometry.has_tails,
     )

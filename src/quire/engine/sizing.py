@@ -23,6 +23,7 @@ class ModelLimits:
     default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
     scratch_bytes: int = 0                # keys and values outside of the pool: a draft model's
     positions_reason: str = ""            # for `max_position_embeddings`, if they are not the model's own limit
+    has_tails: bool = False               # as in `KVGeometry`
     num_swap_shares: int = 1              # GPUs that divide the host's swap space, each with `kv_bytes_per_token`
 
 
@@ -125,6 +126,7 @@ def size_engine(
         memory_policy=options.memory_policy,
         kv_events=options.kv_events,
         measured_share=options.kv_cache_metrics_sample if options.kv_cache_metrics else 0.0,
+        finds_whole_blocks=limits.has_tails,
     )
     return cache, scheduler
 

@@ -51,7 +51,7 @@ def allocate_swap_space(
     `directory`: of the file; None is the system's directory for temporary files. Raises ConfigError if it is not
     writable or has too little room.
     """
-    sizes = geometry.tensor_bytes(num_blocks * block_size)
+    sizes = geometry.tensor_bytes(num_blocks, block_size)
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), sum(sizes) + len(sizes) * ALIGNMENT)
     return KVCache.allocate(geometry, num_blocks, block_size, back_end, space.allocate)
 

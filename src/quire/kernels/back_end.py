@@ -16,6 +16,7 @@ from quire.kernels.low_rank import Up
 from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV
 from quire.kernels.program import AttentionOp, Op, Program, RotaryWriteOp
 from quire.kernels.sampling import SamplingOps
+from quire.kernels.short_conv import Convolve
 from quire.kernels.tensors import DType, Library, Tensor
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class BackEnd:
     paged_attention: Attend
     write_kv: WriteKV
     copy_blocks: CopyBlocks
+    short_conv: Convolve
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
     sampling: SamplingOps
@@ -72,6 +74,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "QKNorm": EVERYWHERE,
     "RotaryWrite": EVERYWHERE,
     "Attention": EVERYWHERE,
+    "ShortConv": CPU,
     "Add": EVERYWHERE,
     "Scale": EVERYWHERE,
     "Clip": EVERYWHERE,

@@ -1,10 +1,11 @@
-"""Ops of some model families, and of ranks: mixtures of experts, norms and limits of heads, latents, exchanges."""
+"""Ops of some model families, and of ranks: experts, heads, latents, short convolutions, exchanges."""
 
 from dataclasses import dataclass
 
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
+from quire.kernels.short_conv import Convolve, ShortConvSpec
 from quire.kernels.tensors import Tensor, clipped, empty_like, multiplied, scaled
 
 
@@ -71,6 +72,28 @@ class QKNormOp:
             heads = activations[name]
             shape = (len(heads), heads.shape[1] * heads.shape[2]) if self.is_over_heads else heads.shape
             activations[name] = norm(heads.reshape(shape))[0].reshape(heads.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvOp:
+    """out [num_tokens, width] = the gated convolution of x [num_tokens, 3 * width], consumed, over paged tails."""
+
+    name: str
+    layer: int                  # index of the caches
+    spec: ShortConvSpec
+    convolve: Convolve
+    x: str
+    out: str
+
+    reads = Names("x")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Convolve, in one op of the back end."""
+        activations[self.out] = self.convolve(
+            self.spec, activations.pop(self.x), inputs.positions, inputs.keys[self.layer], inputs.slot_mapping,
+            inputs.metadata,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

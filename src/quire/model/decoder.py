@@ -70,11 +70,16 @@ class Decoder:
         table_positions: int,
         ranks: Ranks | None = None,
         kv_cache_dtype: str = "auto",
+        max_truncated: int = 1,
     ) -> None:
         self.spec, self.dtype, self.device, self.back_end = spec, weights.dtype, weights.device, weights.back_end
         require_kv_dtype(self.back_end.attention, kv_cache_dtype)
         local = spec if ranks is None else ranks.shard.local_spec(spec)
-        self.kv_geometry = KVGeometry.of(local, *self.back_end.cache_layout.stored_dtype(self.dtype, kv_cache_dtype))
+        layout = self.back_end.cache_layout
+        self.kv_geometry = KVGeometry.of(
+            local, *layout.stored_dtype(self.dtype, kv_cache_dtype), tail_dtype=layout.stored_dtype(self.dtype).element,
+            max_truncated=max_truncated,
+        )  # fmt: skip
         shapes = DecoderShapes.of(spec)
         self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
         is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
@@ -89,7 +94,7 @@ class Decoder:
         tables = (weights.taken(table.values) for table in self._rotary.tables)
         cos_sin = dict(zip(spec.rotaries, tables, strict=True))
         self.progress = np.zeros(1, np.int64)  # layers and heads run since start; any thread may look
-        shared = ProgramInputs(cos_sin, self.progress, ranks, reads_kv_scales=kv_cache_dtype == "fp8")
+        shared = ProgramInputs(cos_sin, self.progress, ranks, kv_cache_dtype == "fp8", max_truncated)
         program = build_program(spec, weights, shared)
         summed = (op for op in program.ops if isinstance(op, SummedLinearOp))
         self.summed_inputs = {op.name: op.inputs for op in summed}  # inputs of each such layer that this rank has

@@ -16,8 +16,9 @@ import numpy as np
 from quire.core.arrays import HUGE_PAGE_BYTES, Array
 from quire.core.config import ELEMENT_BYTES, QUANTIZED, KVDtype
 from quire.kernels.back_end import BackEnd
-from quire.kernels.tensors import Tensor
-from quire.model.spec import DecoderSpec, widest_window
+from quire.kernels.kv_cache import CacheLayout, Shape
+from quire.kernels.tensors import DType, Tensor
+from quire.model.spec import DecoderSpec, ShortConv, widest_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,10 @@ class LayerKV:
     window: int | None = None        # tokens that a token sees, itself included; None: all
     value_dim: int | None = None     # None: head_dim; 0: values are parts of the keys, and have no tensor of their own
 
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of one token's keys."""
-        return self._vector_bytes(self.head_dim)
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of one token's values."""
-        return self._vector_bytes(self.head_dim if self.value_dim is None else self.value_dim)
+    def block_bytes(self, block_size: int) -> tuple[int, int]:
+        """Return the bytes of the keys, and of the values, of a block of `block_size` tokens."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        return block_size * self._vector_bytes(self.head_dim), block_size * self._vector_bytes(value_dim)
 
     def _vector_bytes(self, dim: int) -> int:
         scale_bytes = 0 if self.scale_dtype is None else ELEMENT_BYTES[self.scale_dtype]
@@ -50,26 +46,53 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """Keys and values of a model, by the layers that keep some."""
+class LayerTail:
+    """Tails of one layer: what a short convolution needs of the last tokens of each block, [length, width].
 
-    layers: tuple[LayerKV, ...]
+    They stand where keys do in a cache, and there are no values. A block has no more than one for each token.
+    """
+
+    length: int
+    width: int
+    dtype: str
+    scale_dtype: None = None
+
+    def block_bytes(self, block_size: int) -> tuple[int, int]:
+        """Return the bytes of a block's tail, and 0."""
+        return min(self.length, block_size) * self.width * ELEMENT_BYTES[self.dtype], 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Keys and values of a model, or tails, by the layers that keep some."""
+
+    layers: tuple[LayerKV | LayerTail, ...]
 
     @classmethod
-    def of(cls, spec: DecoderSpec, dtype: str, scale_dtype: str | None = None) -> "KVGeometry":
+    def of(
+        cls, spec: DecoderSpec, dtype: str, scale_dtype: str | None = None, *, tail_dtype: str | None = None,
+        max_truncated: int = 1,
+    ) -> "KVGeometry":  # fmt: skip
         """Return the geometry of a model with cache elements of `dtype`, and scales if `scale_dtype` is not None.
 
-        An encoder keeps nothing: its geometry has no layers.
+        `tail_dtype`: of tails; None: `dtype`. `max_truncated`: the most computed tokens that are taken back before the
+        next step; a tail has as many tokens more than a convolution needs. An encoder keeps nothing: its geometry has
+        no layers.
         """
-        kept = [each for each in spec.attentions if each.is_causal]
+        layers = list[LayerKV | LayerTail]()
         spec.check_kv_dtype(dtype)
-        layers = (
-            LayerKV(
-                each.num_kv_heads, each.head_dim, dtype, scale_dtype, each.window, 0 if each.key_value_dim else None
-            )
-            for each in kept
-        )
+        for mixer in (layer.mixer for layer in spec.layers if layer.mixer is not None and spec.is_causal):
+            if isinstance(mixer, ShortConv):
+                layers.append(LayerTail(mixer.taps - 1 + max_truncated, mixer.width, tail_dtype or dtype))
+                continue
+            value_dim = 0 if mixer.key_value_dim else None
+            layers.append(LayerKV(mixer.num_kv_heads, mixer.head_dim, dtype, scale_dtype, mixer.window, value_dim))
         return cls(tuple(layers))
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether a block can be found only as a whole: its tail is that of its end."""
+        return any(isinstance(layer, LayerTail) for layer in self.layers)
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":
         """Return the geometry of models that share block tables: the layers of this one, then those of the others."""
@@ -79,10 +102,9 @@ class KVGeometry:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return sum(layer.key_bytes + layer.value_bytes for layer in self.layers)
+    def bytes_per_token(self, block_size: int) -> int:
+        """Return the bytes of one token's keys and values over all layers, with its share of tails, rounded up."""
+        return -(-sum(sum(layer.block_bytes(block_size)) for layer in self.layers) // block_size)
 
     @property
     def quantized_dtype(self) -> str:
@@ -93,12 +115,12 @@ class KVGeometry:
     @property
     def sliding_window(self) -> int | None:
         """The widest window, as in `widest_window`."""
-        return widest_window([layer.window for layer in self.layers])
+        return widest_window([layer.window for layer in self.layers if isinstance(layer, LayerKV)])
 
-    def tensor_bytes(self, num_tokens: int) -> list[int]:
-        """Return the bytes of each of `KVCache.tensors` of a cache of `num_tokens` tokens."""
-        values = (layer.value_bytes for layer in self.layers if layer.value_bytes)
-        return [num_tokens * num_bytes for num_bytes in (*(layer.key_bytes for layer in self.layers), *values)]
+    def tensor_bytes(self, num_blocks: int, block_size: int) -> list[int]:
+        """Return the bytes of each of `KVCache.tensors` of a cache of so many blocks."""
+        keys, values = zip(*(layer.block_bytes(block_size) for layer in self.layers), strict=True)
+        return [num_blocks * num_bytes for num_bytes in (*keys, *filter(None, values))]
 
 
 ALIGNMENT = 64  # bytes: a cache line, and a vector register; a page has more
@@ -108,7 +130,7 @@ ALIGNMENT = 64  # bytes: a cache line, and a vector register; a page has more
 class KVCache:
     """Keys and values of the layers that keep some, each [num_blocks, ...] in the back end's layout.
 
-    Values of a layer without values have no elements.
+    Values of a layer without values have no elements; tails stand where keys do.
 
     The layers may be those of several models: one block table serves all, and whatever copies, swaps or clears a block
     does so in `tensors`, that is for every model.
@@ -140,11 +162,9 @@ class KVCache:
         stored = [KVDtype(layer.dtype, layer.scale_dtype) for layer in geometry.layers]
         dtypes = [layout.check(each) for each in stored]
         shapes = [
-            layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype, each.scale_bytes)
+            _shapes(layer, layout, num_blocks, block_size, dtype, each.scale_bytes)
             for layer, dtype, each in zip(geometry.layers, dtypes, stored, strict=True)
         ]
-        pairs = zip(shapes, geometry.layers, strict=True)
-        shapes = [(keys, (num_blocks, 0) if layer.value_dim == 0 else values) for (keys, values), layer in pairs]
         keys, values = (
             [
                 taken(allocator(math.prod(shape[kind]) * dtype.itemsize)).view(dtype).reshape(shape[kind])
@@ -169,6 +189,16 @@ class KVCache:
         assert sum(num_layers) == len(self.keys), f"{list(num_layers)} of {len(self.keys)} layers"
         starts = accumulate(num_layers, initial=0)
         return [KVCache(self.keys[a:b], self.values[a:b], self.block_size) for a, b in pairwise(starts)]
+
+
+def _shapes(
+    layer: LayerKV | LayerTail, layout: CacheLayout, num_blocks: int, block_size: int, dtype: DType, scale_bytes: int
+) -> tuple[Shape, Shape]:
+    """Return the shapes of a layer's two tensors."""
+    if isinstance(layer, LayerTail):
+        return (num_blocks, min(layer.length, block_size), layer.width), (num_blocks, 0)
+    keys, values = layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype, scale_bytes)
+    return keys, (num_blocks, 0) if layer.value_dim == 0 else values
 
 
 def _zeros(num_bytes: int) -> Array:

@@ -17,7 +17,8 @@ from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
-from quire.kernels.tensors import DType, Tensor
+from quire.kernels.short_conv import ShortConvSpec
+from quire.kernels.tensors import DType, Tensor, contiguous
 from quire.model.shapes import (
     AttentionShapes,
     DecoderShapes,
@@ -26,9 +27,20 @@ from quire.model.shapes import (
     LayerShapes,
     LinearShape,
     NormShape,
+    ShortConvShapes,
 )
 from quire.model.sharding import Cut, Range, Ranks, Shard
-from quire.model.spec import Attention, DecoderSpec, Experts, LatentAttention, NormKind, Place, Rotary, SpecError
+from quire.model.spec import (
+    Attention,
+    DecoderSpec,
+    Experts,
+    LatentAttention,
+    NormKind,
+    Place,
+    Rotary,
+    ShortConv,
+    SpecError,
+)
 from quire.model.weights import WeightReader
 
 LATENT_NORM_EPS = 1e-6  # whatever other norms have: in the code of all families with latents
@@ -43,6 +55,7 @@ class ProgramInputs:
     progress: NDArray[np.int64]        # [1], one more after each layer
     ranks: Ranks | None = None         # tensor parallelism; None: one rank
     reads_kv_scales: bool = False      # scales of an 8-bit KV cache are the checkpoint's; else 1
+    max_truncated: int = 1             # most tokens that a step computes and the next one takes back
 
 
 def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
@@ -51,7 +64,7 @@ def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInput
     for index in range(spec.num_layers):
         layer = LayerBuilder(spec, index, weights.layer(index), shared, num_caches, is_summed=is_summed)
         layer.build()
-        num_caches += spec.layers[index].attention is not None
+        num_caches += spec.layers[index].mixer is not None
         found += layer.ops
         is_summed = layer.is_summed
     shape = DecoderShapes.of(spec).final_norm
@@ -80,7 +93,7 @@ def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
 class LayerBuilder:
     """Builder of one layer. Each method appends ops, so that calls are in the order in which a layer runs.
 
-    `cache_index`: of the layer's keys and values, if it has any. `is_summed`: the stream has the output of the last
+    `cache_index`: of what the layer keeps, if it has a mixer. `is_summed`: the stream has the output of the last
     sublayer; else that is in `x`, and the next norm adds it.
     """
 
@@ -181,6 +194,11 @@ class LayerBuilder:
     def mixer(self, source: str) -> None:
         """Append the mixer of `source`. The output is `x`, not added to the stream."""
         mixer, shapes = self._layer.mixer, self._shapes.mixer
+        if isinstance(mixer, ShortConv):
+            assert isinstance(shapes, ShortConvShapes)
+            self._short_conv(mixer, shapes, source)
+            self._end_sublayer("conv_out", "x", self._shapes.attention_output_norm)
+            return
         assert isinstance(mixer, Attention), "a mixer of no known kind"
         if isinstance(mixer, LatentAttention):
             assert isinstance(shapes, LatentShapes)
@@ -189,6 +207,27 @@ class LayerBuilder:
             assert isinstance(shapes, AttentionShapes)
             self._attention(mixer, shapes, source)
         self._end_sublayer("attention_out", "x", self._shapes.attention_output_norm)
+
+    def _short_conv(self, conv: ShortConv, shapes: ShortConvShapes, source: str) -> None:
+        """Append a short convolution of `source`: project, convolve over the tails of blocks, project.
+
+        A rank has some of the channels.
+        """
+        weights, ranks, channels, cut = self._weights, self._ranks, (0, conv.width), None
+        if ranks is not None:
+            cut = ranks.shard.mixed_cut(conv)
+            channels = cut.of(ranks.shard.rank)
+        self.linear("conv_in", shapes.conv_in, source, "conv_inputs", self._ranges(shapes.conv_in))
+        taps = weights.vector(shapes.weight, (channels[0] * conv.taps, channels[1] * conv.taps))
+        bias = None if shapes.bias is None else weights.vector(shapes.bias, channels)
+        length = conv.taps - 1 + self._shared.max_truncated
+        spec = ShortConvSpec(contiguous(taps.reshape(-1, conv.taps).T), bias, length)
+        convolve = weights.back_end.short_conv
+        op = special_ops.ShortConvOp(f"{self._stem}conv", self._cache_index, spec, convolve, "conv_inputs", "convolved")
+        self._append("conv", op)
+        if cut is not None:
+            self.exchange("conv", "convolved", cut)
+        self._mixer_out("conv_out", shapes.conv_out, "convolved", cut)
 
     def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.

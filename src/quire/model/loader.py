@@ -36,6 +36,7 @@ def load_model(
     needs_head: bool = True,
     ranks: Ranks | None = None,
     packed: "PackedPlace | None" = None,
+    max_truncated: int = 1,
 ) -> Decoder:
     """Load a model, given by its source, or by its folder if its weights are floats, onto `device`.
 
@@ -44,7 +45,8 @@ def load_model(
     rotary tables, where fewer positions than that can be used. `kv_cache_dtype`: a value of --kv-cache-dtype.
     `quantization`: what the source answered to the options; None is as the checkpoint says. Without `needs_head` a
     model may lack its output head. `ranks`: of tensor parallelism; only this rank's part is read. `packed`: packed
-    weights of the C++ back end, which are taken from there, or put there; None: neither. Raises ModelError for a model
+    weights of the C++ back end, which are taken from there, or put there; None: neither. `max_truncated`: the most
+    computed tokens of a sequence that are taken back before its next step. Raises ModelError for a model
     that cannot be loaded, ConfigError for an unknown dtype.
     """
     source = read_folder(model) if isinstance(model, Path) else model
@@ -66,6 +68,7 @@ def load_model(
         kv_cache_dtype=kv_cache_dtype,
         weight_format=stored.weight_format,
         ranks=ranks,
+        max_truncated=max_truncated,
     )
     if packed is None:
         return build()
@@ -88,11 +91,12 @@ def build_decoder(
     kv_cache_dtype: str = "auto",
     ranks: Ranks | None = None,
     records: "PackedRecords | None" = None,
+    max_truncated: int = 1,
 ) -> Decoder:
     """Return the decoder of a spec with the weights of a checkpoint; positions as in `load_model`.
 
-    `weight_format`: that of the linear layers; None: dense. `ranks` as in `load_model`; ConfigError if the model cannot
-    be split like that. `records`: packed weights that are taken, or being made.
+    `weight_format`: that of the linear layers; None: dense. `ranks` and `max_truncated` as in `load_model`;
+    ConfigError if the model cannot be split like that. `records`: packed weights that are taken, or being made.
 
     Raises ModelError for a tensor that is missing, of another shape, of integers, or not finite in `dtype`.
     """
@@ -101,7 +105,7 @@ def build_decoder(
     weights = _reader(checkpoint, spec.weights, back_end, dtype, device, weight_format, records)
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     num_positions = min(table_positions or longest, longest)
-    decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype)
+    decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype, max_truncated)
     weights.warn_of_unread()
     return decoder
 

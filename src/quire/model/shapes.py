@@ -5,6 +5,7 @@ The one source of shapes: weights are read by them, and `footprint.py` counts th
 
 from collections.abc import Sequence
 from fractions import Fraction
+from math import prod
 from typing import NamedTuple
 
 from quire.core.errors import ModelError
@@ -18,6 +19,7 @@ from quire.model.spec import (
     LatentAttention,
     LayerSpec,
     Mixer,
+    ShortConv,
 )
 
 
@@ -58,16 +60,18 @@ class NormShape(NamedTuple):
 
 
 class VectorShape(NamedTuple):
-    """A tensor of one dimension, by its whole name, kept in float32: attention sinks, biases of a choice."""
+    """A small tensor, by its whole name, kept in float32: attention sinks, biases of a choice, convolutions.
+
+    `stored`: its shape in a checkpoint.
+    """
 
     name: str
-    length: int
-    is_row: bool = False  # stored as [1, length]
+    stored: tuple[int, ...]
 
     @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape in a checkpoint."""
-        return (1, self.length) if self.is_row else (self.length,)
+    def length(self) -> int:
+        """Elements."""
+        return prod(self.stored)
 
 
 class LinearShape(NamedTuple):
@@ -125,7 +129,8 @@ class ExpertShapes(NamedTuple):
             experts.append(_feed_forward(names.shared_in, names.shared_out, width, mixture.shared))
             if mixture.is_shared_scored:
                 router = router._replace(modules=(names.router, names.shared_gate), num_rows=(mixture.num_experts, 1))
-        bias = VectorShape(names.router_bias, mixture.num_experts, names.is_bias_row)
+        stored = (1, mixture.num_experts) if names.is_bias_row else (mixture.num_experts,)
+        bias = VectorShape(names.router_bias, stored)
         return cls(router, tuple(experts), bias if mixture.has_choice_bias else None)
 
     @property
@@ -189,7 +194,31 @@ class LatentShapes(NamedTuple):
         )  # fmt: skip
 
 
-MixerShapes = AttentionShapes | LatentShapes
+class ShortConvShapes(NamedTuple):
+    """A short convolution between two projections, the first to gates, gates and values."""
+
+    conv_in: LinearShape
+    weight: VectorShape
+    bias: VectorShape | None
+    conv_out: LinearShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, conv: ShortConv) -> "ShortConvShapes":
+        """Return the shapes of the short convolution of a layer."""
+        names, width, hidden, has_bias = spec.weights, conv.width, spec.hidden_size, conv.has_bias
+        assert names.conv is not None, "a short convolution in a map of names without it"
+        assert names.conv_in is not None
+        assert names.conv_out is not None
+        stored = (width, conv.taps) if names.is_conv_plain else (width, 1, conv.taps)
+        return cls(
+            conv_in=LinearShape((names.conv_in,), (width, width, width), hidden, has_bias),
+            weight=VectorShape(f"{names.conv}.weight", stored),
+            bias=VectorShape(f"{names.conv}.bias", (width,)) if has_bias else None,
+            conv_out=LinearShape((names.conv_out,), (hidden,), width, has_bias),
+        )
+
+
+MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes
 
 
 class LayerShapes(NamedTuple):
@@ -250,6 +279,8 @@ class LayerShapes(NamedTuple):
 
 
 def _mixer(spec: DecoderSpec, mixer: Mixer) -> MixerShapes:
+    if isinstance(mixer, ShortConv):
+        return ShortConvShapes.of(spec, mixer)
     return LatentShapes.of(spec, mixer) if isinstance(mixer, LatentAttention) else AttentionShapes.of(spec, mixer)
 
 
@@ -337,7 +368,7 @@ def _token_types(module: str | None, num_types: int, width: int) -> TableShape |
 
 def _vector(name: str | None, length: int) -> VectorShape:
     assert name is not None, "a vector of a layer in a map of names without it"
-    return VectorShape(name, length)
+    return VectorShape(name, (length,))
 
 
 def _projection(module: str | None, out_size: int, in_size: int) -> LinearShape | None:

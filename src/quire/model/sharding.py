@@ -7,13 +7,13 @@ split by their inputs instead, and their partial sums are added (Shoeybi et al. 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import Attention, DecoderSpec, LatentAttention, LayerSpec
+from quire.model.spec import Attention, DecoderSpec, LatentAttention, LayerSpec, Mixer, ShortConv
 
 if TYPE_CHECKING:  # they load NumPy, and options are read without it
     from quire.kernels.layers import GatherHook, Linear, SumHook
@@ -88,6 +88,10 @@ class Shard:
         last = [heads.query[1] * attention.output_dim for heads in head_ranges(attention, self.num_ranks)]
         return Cut((0, *last))
 
+    def mixed_cut(self, mixer: Mixer) -> Cut:
+        """Return the ranks' columns of what a mixer returns, before its last projection."""
+        return self.attended_cut(mixer) if isinstance(mixer, Attention) else self.cut(mixer.width)
+
     def ranges(self, shape: LinearShape) -> list[Range]:
         """Return this rank's outputs of a linear layer other than qkv, module by module."""
         return [self.cut(count).of(self.rank) for count in shape.num_rows]
@@ -118,10 +122,13 @@ class Shard:
         return [(start * count, stop * count) for count in (latent.nope_dim, latent.expanded_dim)]
 
     def local_spec(self, spec: DecoderSpec) -> DecoderSpec:
-        """Return a spec with this rank's heads: its KV cache is that of a rank."""
+        """Return a spec with this rank's heads and channels: its KV cache is that of a rank."""
         return spec.with_layers(self._local_layer)
 
     def _local_layer(self, layer: LayerSpec) -> LayerSpec:
+        if isinstance(layer.mixer, ShortConv):
+            first, stop = self.mixed_cut(layer.mixer).of(self.rank)
+            return replace(layer, mixer=replace(layer.mixer, width=stop - first))
         if layer.attention is None:
             return layer
         heads = self.heads(layer.attention)

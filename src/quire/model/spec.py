@@ -26,7 +26,8 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
     "relu": "relu",
 }
 Place = Literal[  # ops of a layer that a part may follow
-    "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out",
+    "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
+    "conv_out",
     "feed_forward_norm", "feed_forward_in", "feed_forward_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
@@ -109,6 +110,10 @@ class WeightMap:
     sinks: str | None = None                # a tensor, its whole name
     query_up: str | None = None             # attention over latents: from the width between two projections to heads
     kv_up: tuple[str, ...] = ()             # and from latents to keys and values by head; two: [heads, out, in] of each
+    conv_in: str | None = None              # projections around short convolutions, and the convolution
+    conv: str | None = None
+    conv_out: str | None = None
+    is_conv_plain: bool = False             # the convolution's weight is stored as [channels, taps], else [.., 1, taps]
     attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
     experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
@@ -306,7 +311,16 @@ class LatentAttention(Attention):
         return self.expanded_dim
 
 
-Mixer = Attention  # kinds of sublayers that move information between the tokens of a sequence
+@dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Causal convolution of each channel over the last `taps` tokens, gated on both sides (LFM2: Liquid AI 2025)."""
+
+    width: int                  # channels, as many as a hidden state has
+    taps: int                   # tokens that a token sees, itself included
+    has_bias: bool = False      # of the convolution and of both projections
+
+
+Mixer = Attention | ShortConv  # kinds of sublayers that move information between the tokens of a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +401,8 @@ class DecoderSpec:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
         if self.rotary is not None:
             object.__setattr__(self, "max_position_embeddings", self.rotary.max_positions)
+        if not self.attentions:
+            raise SpecError("models without a layer of attention are not supported")
         if len({attention.is_causal for attention in self.attentions}) > 1:
             raise SpecError("causal layers together with others are not supported yet")
         if not self.is_causal and len({(each.num_kv_heads, each.head_dim) for each in self.attentions}) > 1:
@@ -432,17 +448,22 @@ class DecoderSpec:
     @property
     def num_heads(self) -> int:
         """Attention heads of the layer with the most."""
-        return max((attention.num_heads for attention in self.attentions), default=0)
+        return max(attention.num_heads for attention in self.attentions)
 
     @property
     def head_dim(self) -> int:
         """Dimensions of the widest heads."""
-        return max((attention.head_dim for attention in self.attentions), default=0)
+        return max(attention.head_dim for attention in self.attentions)
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether blocks keep inputs of short convolutions beside keys and values."""
+        return any(isinstance(layer.mixer, ShortConv) for layer in self.layers)
 
     @property
     def mixed_width(self) -> int:
         """Columns of the widest output of a mixer, before its last projection."""
-        return max((layer.mixer.width for layer in self.layers if layer.mixer is not None), default=0)
+        return max(layer.mixer.width for layer in self.layers if layer.mixer is not None)
 
     @property
     def attended_flops(self) -> int:
@@ -452,7 +473,7 @@ class DecoderSpec:
     @property
     def is_causal(self) -> bool:
         """Whether it is a decoder; else an encoder."""
-        return all(attention.is_causal for attention in self.attentions)
+        return self.attentions[0].is_causal
 
     @property
     def generates(self) -> bool:

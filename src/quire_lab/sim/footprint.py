@@ -12,9 +12,18 @@ from quire.core.config import ELEMENT_BYTES, kv_dtype
 from quire.core.errors import ConfigError
 from quire.model.config import num_elements
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
-from quire.model.shapes import DecoderShapes, LayerShapes, LinearShape, Shape, TableShape, VectorShape, layer_shapes
+from quire.model.shapes import (
+    DecoderShapes,
+    LayerShapes,
+    LinearShape,
+    Shape,
+    ShortConvShapes,
+    TableShape,
+    VectorShape,
+    layer_shapes,
+)
 from quire.model.sharding import HEAD_OPS, Range, Shard
-from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.spec import DecoderSpec, LayerSpec, ShortConv
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
@@ -187,12 +196,16 @@ def _summed_shapes(
         return shape._replace(width=inputs[1] - inputs[0], has_bias=shape.has_bias and shard.rank == 0)
 
     own: dict[Shape | None, Shape] = {}
-    if layer.attention is not None and shapes.mixer is not None:
+    if layer.attention is not None and shapes.mixer is not None and not isinstance(shapes.mixer, ShortConvShapes):
         out = shapes.mixer.attention_out
         for shape, op in by_heads.items():
             assert isinstance(shape, LinearShape)
             own[shape] = _own_part(shape, shard.adapted_ranges(layer, op, shape))
         own[out] = of_inputs(out, shard.attended_cut(layer.attention).of(shard.rank))
+    if isinstance(shapes.mixer, ShortConvShapes) and isinstance(layer.mixer, ShortConv):
+        conv_in, out = shapes.mixer.conv_in, shapes.mixer.conv_out
+        own[conv_in] = _own_part(conv_in, shard.ranges(conv_in))
+        own[out] = of_inputs(out, shard.mixed_cut(layer.mixer).of(shard.rank))
     for up, down in shapes.feed_forwards:
         group_size = quantization.scheme([stem + down.modules[0]]).group_size
         one_scale = group_size in (0, WHOLE_ROW) or group_size >= down.width

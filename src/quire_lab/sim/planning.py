@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.config import QUANTIZED, CacheConfig, SchedulerConfig
+from quire.core.config import QUANTIZED, CacheConfig, KVDtype, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import file_inside, is_gguf
 from quire.core.plan import StepPlan
@@ -23,9 +23,10 @@ from quire.engine.formats import find_pooler
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits, size_engine
 from quire.model.config import expert_reads, num_parameters
+from quire.model.kv_cache import KVGeometry, LayerTail
 from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
-from quire.model.spec import widest_window
+from quire.model.spec import DecoderSpec, widest_window
 from quire_lab.sim.footprint import (
     CPU_PACKING,
     DTYPE_BYTES,
@@ -63,7 +64,9 @@ class MemoryPlan:
     has_experts: bool
     workspace_bytes: int
     table_bytes: int             # block tables and tokens of the running sequences, in host memory
-    kv_bytes_per_token: int      # includes the draft model's
+    kv_bytes_per_token: int      # includes the draft model's, and a token's share of what a block keeps by itself
+    num_convolutions: int        # layers that are short convolutions
+    tail_bytes: int              # their part of a block, on all ranks of a CPU
     draft_weight_bytes: int      # bytes of a draft model; not in `weight_bytes`
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -94,10 +97,13 @@ def plan_memory(
     mode = options.tensor_parallel_mode_on(hardware.device)
     if num_devices * num_ranks > 1:
         check_shardable(spec, num_devices * num_ranks, mode)
-    held = _held_bytes(model, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
+    held = _held_bytes(model, options, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
     if num_ranks > 1:
-        held = _held_by_ranks(model, kv_dtype, num_ranks, mode)
+        held = _held_by_ranks(model, options, kv_dtype, num_ranks, mode)
     token_bytes, weights, token_weights = held
+    widest = spec if num_devices * num_ranks == 1 else Shard(0, num_devices * num_ranks, mode).local_spec(spec)
+    kept = _geometry(widest, packing.kernel_dtype(model.dtype), options, kv_dtype).layers
+    tails = [each for each in kept if isinstance(each, LayerTail)]
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
     windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
@@ -134,6 +140,8 @@ def plan_memory(
         workspace_bytes=workspaces,
         table_bytes=4 * num_seqs * (length + math.ceil(length / cache.block_size)),
         kv_bytes_per_token=token_bytes,
+        num_convolutions=len(tails),
+        tail_bytes=num_ranks * sum(each.block_bytes(options.block_size)[0] for each in tails),
         draft_weight_bytes=draft_bytes,
         cache=cache,
         scheduler=scheduler,
@@ -184,20 +192,31 @@ class _HeldBytes(NamedTuple):
     token_weights: int
 
 
-def _held_bytes(model: FoundModel, packing: Packing, kv_dtype: str, shard: Shard | None = None) -> _HeldBytes:
+def _held_bytes(
+    model: FoundModel, options: EngineOptions, packing: Packing, kv_dtype: str, shard: Shard | None = None
+) -> _HeldBytes:
     """Return what a device holds; of several GPUs the first has the most. None: all of the model."""
     local = model.spec if shard is None else shard.local_spec(model.spec)
     weights, token_weights = (
         weight_bytes(model.spec, model.dtype, packing, quantization=model.quantization, shard=shard, of_one_token=each)
         for each in (False, True)
     )
-    return _HeldBytes(stored_kv_bytes_per_token(local, kv_dtype), weights, token_weights)
+    geometry = _geometry(local, packing.kernel_dtype(model.dtype), options, kv_dtype)
+    return _HeldBytes(geometry.bytes_per_token(options.block_size), weights, token_weights)
 
 
-def _held_by_ranks(model: FoundModel, kv_dtype: str, num_ranks: int, mode: Mode) -> _HeldBytes:
+def _geometry(spec: DecoderSpec, own_dtype: str, options: EngineOptions, stored: str) -> KVGeometry:
+    """Return the geometry of a model, or of a rank's part of it; keys and values are stored in `stored`."""
+    kept = QUANTIZED.get(stored) or KVDtype(stored)
+    return KVGeometry.of(spec, *kept, tail_dtype=own_dtype, max_truncated=options.max_truncated)
+
+
+def _held_by_ranks(
+    model: FoundModel, options: EngineOptions, kv_dtype: str, num_ranks: int, mode: Mode
+) -> _HeldBytes:
     """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
     shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
-    ranks = [_held_bytes(model, CPU_PACKING, kv_dtype, shard) for shard in shards]
+    ranks = [_held_bytes(model, options, CPU_PACKING, kv_dtype, shard) for shard in shards]
     token_bytes, weights, token_weights = zip(*ranks, strict=True)
     return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
 

@@ -98,6 +98,7 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
         ("Qwen3Moe", MIXTURE | {"head_dim": 8}, ["q_proj", "v_proj", "o_proj"]),
         ("Qwen2Moe", MIXTURE, ["q_proj", "k_proj"]),
         ("Olmoe", MIXTURE, ["v_proj", "o_proj"]),
+        ("Lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}, ["in_proj", "out_proj", "k_proj", "w1", "w2"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")

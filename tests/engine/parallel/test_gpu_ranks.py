@@ -219,7 +219,7 @@ def test_settings_that_ranks_of_gpus_do_not_serve_are_refused(settings: dict[str
 def test_swap_spaces_of_all_ranks_must_be_free_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = KVGeometry.of(Shard(0, 2).local_spec(read_model(str(folder)).spec), "float32", None)
     cache = CacheConfig(num_blocks=64, num_swap_blocks=64)
-    own_bytes = pinned_bytes(geometry.tensor_bytes(64 * 16))
+    own_bytes = pinned_bytes(geometry.tensor_bytes(64, 16))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda card: None)
     ranks = GpuRanks(EngineOptions(tensor_parallel_size=2))

@@ -51,6 +51,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "command-r, norms by head": {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
     | {"architectures": ["CohereForCausalLM"], "layer_norm_eps": 1e-5, "logit_scale": 0.5, "use_qk_norm": True},
 }  # fmt: skip
+LFM2 = LLAMA | {
+    "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "norm_eps": 1e-5,
+    "block_auto_adjust_ff_dim": False, "rope_theta": 10000.0, "tie_word_embeddings": False,
+}
+CONFIGS["lfm2"] = LFM2 | {"architectures": ["Lfm2ForCausalLM"]}
 EXPERTS = LLAMA | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 BIASED = LLAMA | {
     "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 2, "first_k_dense_replace": 0,
@@ -73,6 +78,9 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": EXPERTS
     | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 5, "moe_k": 2, "moe_num_shared_experts": 1}
     | {"moe_layer_start_index": 0, "moe_layer_interval": 1, "rope_theta": 10000.0, "tie_word_embeddings": False},
+    "lfm2moe": LFM2
+    | {"architectures": ["Lfm2MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 2, "num_dense_layers": 0}
+    | {"moe_intermediate_size": 256, "gating_func": 2, "routed_scaling_factor": 1.5},
     "gpt-oss": EXPERTS
     | {"architectures": ["GptOssForCausalLM"], "intermediate_size": 256, "num_local_experts": 5, "head_dim": 32}
     | {"rope_theta": 10000.0}
@@ -174,6 +182,13 @@ def test_file_with_latents_equals_the_folder_to_the_bit(
         assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
 
 
+@pytest.mark.parametrize("heads", [[0, 2, 2], [0, -1], [1, 2]])
+def test_kv_heads_that_differ_beyond_convolutions_are_refused(tmp_path: Path, heads: list[int]) -> None:
+    folder = write_random_folder(tmp_path / "model", CONFIGS["lfm2"], torch.float32)
+    with pytest.raises(ModelError, match=r"lfm2.attention.head_count_kv must be "):
+        read_source(convert(folder, tmp_path / "model.gguf", **{"lfm2.attention.head_count_kv": heads}))
+
+
 @pytest.mark.parametrize(("key", "value"), [("expert_gating_func", 1), ("expert_group_used_count", 2)])
 def test_routers_that_are_not_computed_are_refused(tmp_path: Path, key: str, value: int) -> None:
     folder = write_random_folder(tmp_path / "model", WITH_EXPERTS["glm4moe"], torch.float32)
@@ -207,7 +222,8 @@ def test_quantized_file_equals_the_dequantized_folder_to_the_bit(
 def test_quantized_file_of_each_family(
     family: str, dtype: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
 ) -> None:
-    folder = write_random_folder(tmp_path / "model", CONFIGS[family])
+    stored = torch.bfloat16 if family == "lfm2" else torch.float32  # convolutions are not rounded
+    folder = write_random_folder(tmp_path / "model", CONFIGS[family], stored)
     file = convert(folder, tmp_path / "model.gguf", random_blocks(*MIXTURES["as Q4_K_M"]))
     twin = dequantized(folder, file, tmp_path / "twin", getattr(torch, dtype))
     ours = logits_of(file, back_end, paged_runner, dtype=dtype, asked=EXPANDED)

@@ -51,6 +51,11 @@ class EngineOptions(  # the fields of the last class come first
                 "(model_impl)"
             )
 
+    @property
+    def max_truncated(self) -> int:
+        """The most computed tokens that a sequence loses before its next step: rejected drafts, and a late last one."""
+        return 1 + (0 if self.speculation is None else self.speculation.num_speculative_tokens)
+
     def tensor_parallel_mode_on(self, device: str) -> Mode:
         """Return the division of layers on a device, set or by default: of GPUs it is `reduce`, unless exact."""
         if self.tensor_parallel_mode != "auto":

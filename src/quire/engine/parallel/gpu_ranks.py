@@ -200,7 +200,7 @@ class GpuRanks:
     def check_swap_space(self, geometry: KVGeometry, cache: CacheConfig) -> None:
         """Raise ConfigError if the swap spaces of a machine's ranks are beyond its memory; `geometry`: of rank 0."""
         num_ranks = self._options.tensor_parallel_size // self._options.nnodes
-        swap_bytes = num_ranks * pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks * cache.block_size))
+        swap_bytes = num_ranks * pinned_bytes(geometry.tensor_bytes(cache.num_swap_blocks, cache.block_size))
         if swap_bytes > (free_bytes := free_memory_bytes()):
             raise ConfigError(
                 f"the swap spaces of {num_ranks} ranks take {swap_bytes} bytes, but only {free_bytes} are free in the "

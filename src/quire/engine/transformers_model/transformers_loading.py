@@ -161,7 +161,8 @@ def load_through_transformers(options: EngineOptions, folder: Path) -> LoadedMod
         max_positions = _max_positions(config.get_text_config())
         model = _build(kind, folder, dtype, options.cpu_isa, quantization)
         try_rows(model, place)
-    limits = ModelLimits(max_positions, model.kv_geometry.bytes_per_token, model.kv_geometry.sliding_window)
+    geometry = model.kv_geometry
+    limits = ModelLimits(max_positions, geometry.bytes_per_token(options.block_size), geometry.sliding_window)
     ends = eos_token_ids(
         options, folder, model.vocab_size, lambda: own_eos_token_ids(folder, raw, model.vocab_size)
     )

@@ -74,7 +74,7 @@ class CudaDevice:
         self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
     ) -> CudaSwapper:
         """Allocate the swap space in pinned host memory. ConfigError if it is beyond the free memory."""
-        sizes, free_bytes = geometry.tensor_bytes(num_blocks * cache.block_size), free_memory_bytes()
+        sizes, free_bytes = geometry.tensor_bytes(num_blocks, cache.block_size), free_memory_bytes()
         if (swap_bytes := pinned_bytes(sizes)) > free_bytes:
             raise ConfigError(
                 f"the swap space takes {swap_bytes} bytes, but only {free_bytes} are free in the host's memory; lower "

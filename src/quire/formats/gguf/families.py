@@ -119,6 +119,35 @@ def minimax_m2(metadata: Metadata) -> dict[str, object]:
     }
 
 
+def lfm2(metadata: Metadata, family: str = "Lfm2ForCausalLM") -> dict[str, object]:
+    """Return the keys of an LFM2: layers with a convolution have 0 KV heads, and files hold the feed-forward's size."""
+    num_layers = metadata.size("block_count", limit=MAX_LAYERS)
+    kv_heads = metadata.counts("attention.head_count_kv", num_layers)
+    if len(set(kv_heads) - {0}) > 1:
+        raise metadata.error(f"attention.head_count_kv must be 0 or one other number, got {sorted(set(kv_heads))}")
+    return rotary_decoder(metadata, num_kv_heads=max(kv_heads)) | {
+        "architectures": [family],
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": metadata.size("shortconv.l_cache"),
+    }
+
+
+def lfm2_moe(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of an LFM2 with experts."""
+    metadata.reject("expert_gating_func", 0, GATING_SIGMOID, why="the weights of its experts are sigmoids")
+    config = lfm2(metadata, "Lfm2MoeForCausalLM")
+    return config | {
+        "use_expert_bias": metadata.has_tensor(f"blk.{metadata.size('block_count') - 1}.exp_probs_b.bias"),
+        "num_dense_layers": metadata.size("leading_dense_block_count", 0, least=0),
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+    }
+
+
 def ernie4_5_moe(metadata: Metadata) -> dict[str, object]:
     """Return the keys of an ERNIE 4.5 with experts."""
     metadata.reject("expert_gating_func", 0, 1, why="the weights of its experts are a softmax")
@@ -132,11 +161,12 @@ def ernie4_5_moe(metadata: Metadata) -> dict[str, object]:
 
 
 def rotary_decoder(
-    metadata: Metadata, *, turns_part: bool = False, eps: str = "rms_norm_eps"
+    metadata: Metadata, *, turns_part: bool = False, eps: str = "rms_norm_eps", num_kv_heads: int | None = None
 ) -> dict[str, object]:
     """Return the keys that all families with rotary positions have.
 
-    `turns_part`: heads may be rotated in part; `eps`: the family's key of the number that norms add to variances.
+    `turns_part`: heads may be rotated in part; `eps`: the family's key of the number that norms add to variances;
+    `num_kv_heads`: of files that list them by layer.
     """
     hidden_size, num_heads = metadata.size("embedding_length"), metadata.size("attention.head_count")
     if not metadata.has("attention.key_length") and hidden_size % num_heads:
@@ -150,7 +180,7 @@ def rotary_decoder(
         "intermediate_size": metadata.size("feed_forward_length"),
         "num_hidden_layers": metadata.size("block_count", limit=MAX_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_kv_heads or metadata.size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.size("context_length", limit=MAX_POSITIONS),
         "rope_theta": metadata.number("rope.freq_base", 10_000.0),

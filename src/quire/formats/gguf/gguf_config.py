@@ -61,6 +61,10 @@ _LATENT_WEIGHTS = replace(
     _EXPERT_WEIGHTS, qkv=("attn_q_a", "attn_kv_a_mqa"), query_norm="attn_q_a_norm", key_norm="attn_kv_a_norm",
     query_up="attn_q_b", kv_up=("attn_k_b", "attn_v_b"),
 )  # fmt: skip
+_LFM2_WEIGHTS = replace(
+    _EXPERT_WEIGHTS, final_norm="token_embd_norm", conv_in="shortconv.in_proj", conv="shortconv.conv",
+    conv_out="shortconv.out_proj", is_conv_plain=True,
+)  # fmt: skip
 _BIASED_EXPERTS = "leading_dense_block_count", "expert_weights_scale", "expert_gating_func"
 _GROUPED_EXPERTS = *_BIASED_EXPERTS, "expert_group_count"
 
@@ -140,6 +144,8 @@ ARCHITECTURES = {
     "dots1": Architecture(families.dots1, _EXPERT_WEIGHTS, reads=_GROUPED_EXPERTS),
     "minimax-m2": Architecture(families.minimax_m2, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
     "ernie4_5-moe": Architecture(families.ernie4_5_moe, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
+    "lfm2": Architecture(families.lfm2, replace(_LFM2_WEIGHTS, experts=None)),
+    "lfm2moe": Architecture(families.lfm2_moe, _LFM2_WEIGHTS, reads=_BIASED_EXPERTS),
     "gpt-oss": Architecture(families.gpt_oss, _GPT_OSS_WEIGHTS, flags={"attention_bias": QUERY_BIAS}),
 }
 

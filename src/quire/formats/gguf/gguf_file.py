@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from quire.core.errors import ModelError
 from quire.core.model_files import GGUF_MAGIC
-from quire.model.config_reader import ConfigReader
+from quire.model.config_reader import MAX_SIZE, ConfigReader
 
 
 class GGMLType(NamedTuple):
@@ -376,6 +376,13 @@ class Metadata(ConfigReader):
         if len(found) != count or any(each not in (0, 1) for each in found):
             raise self.error(f"{key} must be a list of {count} times 0 or 1, got {len(found)} items")
         return [bool(each) for each in found]
+
+    def counts(self, key: str, num_layers: int) -> list[int]:
+        """Return a list of `num_layers` counts, 0 or more."""
+        found = self.file.numbers(self._prefix + key)
+        if len(found) != num_layers or any(each not in range(MAX_SIZE) for each in found):
+            raise self.error(f"{key} must be a list of {num_layers} numbers, 0 or more, got {len(found)} items")
+        return [int(each) for each in found]
 
     def divisors(self, name: str, num_pairs: int) -> tuple[float, ...]:
         """Return a vector of the file: the number by which the frequency of each pair is divided."""

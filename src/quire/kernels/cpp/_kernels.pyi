@@ -283,6 +283,9 @@ class AttentionParameters:
 class AttentionOp:
     def __init__(self, query: int, out: int, layer: int, attention: AttentionParameters) -> None: ...
 
+class ShortConvOp:
+    def __init__(self, x: int, out: int, layer: int, weight: int, bias: int, taps: int, length: int) -> None: ...
+
 class PositionScaleOp:
     def __init__(self, x: int, factors: int) -> None: ...
 

@@ -15,6 +15,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         cpp_norm,
         cpp_packing,
         cpp_sampling,
+        cpp_short_conv,
         dtypes,
         fused_ops,
     )
@@ -36,6 +37,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "paged_attention": cpp_attention.paged_attention,
         "write_kv": cpp_kv_cache.write_kv,
         "copy_blocks": cpp_kv_cache.copy_blocks,
+        "short_conv": cpp_short_conv.short_conv,
         "norm": cpp_norm.CppNorm,
         "embed": cpp_linear.embed,
         "sampling": cpp_sampling.OPS,

@@ -21,6 +21,7 @@ from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_kv_cache import CacheSizes, layer_cache, rotary_parameters, write_kv
 from quire.kernels.cpp.cpp_linear import CppLinear, CppUp
 from quire.kernels.cpp.cpp_norm import CppNorm
+from quire.kernels.cpp.cpp_short_conv import checked_tails, convolution_arguments, short_conv
 from quire.kernels.cpp.dtypes import kernel_dtype, pair
 from quire.kernels.layers import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_NAMES_IN_LOG = 5
 _PROGRAM = pair("Program")
+_CACHE_OPS = (ops.AttentionOp, ops.RotaryWriteOp, special_ops.ShortConvOp)
 
 
 def fuse(program: Program) -> Program:
@@ -169,7 +171,7 @@ class FusedOps:
         self._outputs = buffers.outputs(alive.intersection(name for op in stretch for name in op.writes))
         self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
         self._externals = buffers.externals(self._outputs.values())
-        self._cache_ops = {op.layer: op for op in stretch if isinstance(op, ops.AttentionOp | ops.RotaryWriteOp)}
+        self._cache_ops = {op.layer: op for op in stretch if isinstance(op, _CACHE_OPS)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
         self._first_keys: Callable[[], Array | None] = lambda: None  # caches whose addresses the extension has
         self._linears = buffers.linears
@@ -226,6 +228,10 @@ class FusedOps:
         block_size, unused = inputs.metadata.block_size, _kernels.LayerCache(0, 0, 0, 1.0, 1.0)
         caches = [unused] * len(inputs.keys)
         for layer, op in self._cache_ops.items():
+            if isinstance(op, special_ops.ShortConvOp):
+                address = _kernels.address(checked_tails(op.spec, inputs.keys[layer], block_size, self._dtype))
+                caches[layer] = _kernels.LayerCache(address, 0, _kernels.KV_FORMATS["same"], 1.0, 1.0)
+                continue
             sizes = CacheSizes(op.spec.heads.num_kv_heads, block_size, op.spec.heads.head_dim)
             keys, values = inputs.keys[layer], inputs.values[layer]
             caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.spec.kv_scales)
@@ -338,6 +344,13 @@ def _attention(op: ops.AttentionOp, buffers: Buffers) -> list[object]:
     return [_kernels.AttentionOp(query, out, op.layer, attention_parameters(op.spec))]
 
 
+def _short_conv(op: special_ops.ShortConvOp, buffers: Buffers) -> list[object]:
+    x = buffers.read(op.x, 3 * op.spec.width)
+    buffers.consume(op.x)
+    out = buffers.write(op.out, op.spec.width)
+    return [_kernels.ShortConvOp(x, out, op.layer, *convolution_arguments(op.spec), op.spec.length)]
+
+
 def _position_scale(op: special_ops.PositionScaleOp, buffers: Buffers) -> list[object]:
     query = _read_heads(op.query, op.heads.num_heads, op.heads.head_dim, buffers)
     assert op.factors.dtype == FLOAT32
@@ -414,6 +427,7 @@ TRANSLATIONS: dict[type, Translation] = {
     ),
     ops.RotaryWriteOp: Translation(lambda op: op.write is write_kv, _rotary_write),
     ops.AttentionOp: Translation(lambda op: op.attend is paged_attention, _attention),
+    special_ops.ShortConvOp: Translation(lambda op: op.convolve is short_conv, _short_conv),
     special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
     special_ops.SplitLatentOp: Translation(lambda op: isinstance(op.key_norm, CppNorm), _split_latent),
     special_ops.HeadLinearOp: Translation(

@@ -12,6 +12,7 @@ from quire.kernels.reference.kv_cache import PLAIN, copy_blocks, write_kv
 from quire.kernels.reference.linear import TorchUp, embed, make_linear
 from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.sampling import SAMPLING
+from quire.kernels.reference.short_conv import short_conv
 from quire.kernels.torch_arrays import TORCH_LIBRARY
 
 TORCH = BackEnd(
@@ -26,6 +27,7 @@ TORCH = BackEnd(
     paged_attention=attention.paged_attention,
     write_kv=write_kv,
     copy_blocks=copy_blocks,
+    short_conv=short_conv,
     norm=TorchNorm,
     embed=embed,
     sampling=SAMPLING,
