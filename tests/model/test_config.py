@@ -148,7 +148,7 @@ def test_published_models_with_latents_have_the_sizes_of_their_papers(
 ) -> None:
     published = spec_from_config(config | {"architectures": [f"{family}ForCausalLM"]})
     assert kv_bytes_per_token(published, 2) == token_bytes
-    assert KVGeometry.of(published, "bfloat16").bytes_per_token == token_bytes
+    assert KVGeometry.of(published, "bfloat16").bytes_per_token(16) == token_bytes
     assert weight_bytes(published, "bfloat16") / 2e9 == pytest.approx(billions, rel=0.01)
 
 
