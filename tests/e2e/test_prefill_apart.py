@@ -130,6 +130,28 @@ def test_ticket_that_was_used_is_refused_and_the_answer_is_right(pair: Pair) -> 
     assert value(consumer, "quire:kv_transfer_failed_total", reason="refused") == before[1] + 1
 
 
+ROUTE = "import sys; sys.argv[1] = 'route'; from quire.cli.main import main; main()"
+
+
+def test_router_hands_a_request_from_one_to_the_other(pair: Pair) -> None:
+    producer, consumer = pair
+    flags = ["--prefill", producer.url, "--decode", consumer.url, "--prefill-least-bytes", "0"]
+    with running_server(*flags, entry=ROUTE) as router:
+        body = BODY | {"temperature": 0, "cache_salt": "routed", "stream_options": {"include_usage": True}}
+        before = fetched(consumer)
+        streamed = httpx.post(router.url + "/v1/completions", json=body | {"stream": True}, timeout=120).text
+        assert streamed.endswith("data: [DONE]\n\n")
+        assert fetched(consumer) - before == 96
+        del body["stream_options"]
+        routed = ask(router, body | {"cache_salt": "again", "n": 2, "temperature": 1.0, "seed": 1})
+        alone = ask(consumer, body | {"cache_salt": "alone", "n": 2, "temperature": 1.0, "seed": 1})
+        assert routed["choices"] == alone["choices"]
+        assert fetched(consumer) - before == 192
+        refused = router.post("/v1/completions", body | {"temperature": -1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+        assert 'way="apart"} 2' in router.get("/metrics").text
+
+
 WRONG: dict[str, tuple[Json, str]] = {
     "no peer": (
         {"do_remote_prefill": True, "remote_engine_id": "10.0.0.1:80", "remote_request_id": "a" * 64},

@@ -36,6 +36,7 @@ SUMMARIES = {
     "deploy": (
         "Deploy a model on a Ray cluster: replicas that scale, are upgraded one by one, and replaced when they die."
     ),
+    "route": "Route completions to servers for prompts, then with their KV blocks to servers for decoding.",
     "paper": "Make figures of the PagedAttention paper (Kwon et al. 2023) on Quire's scheduler and cache.",
     "run-batch": "Answer a file of requests, in the form of OpenAI's batches.",
     "bench": "Measure throughput, latency, a server, the control plane, and this machine for simulations.",

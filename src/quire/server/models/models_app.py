@@ -5,24 +5,21 @@ piece by piece. A request without a model's name goes to the only model that the
 was asked last (all others, which load nothing).
 """
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
-from yarl import URL
 
 from quire.core.errors import ModelError
 from quire.core.version import __version__
 from quire.server.apis.messages.messages_bodies import error_body as messages_error_body
-from quire.server.errors import ApiError, as_api_error, body_memory_full, invalid, shutting_down
+from quire.server.errors import ApiError, as_api_error, invalid, shutting_down
 from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in, strip_root, with_cors
-from quire.server.models.model_process import ModelProcess
+from quire.server.http.relay import ClientGoneError, HeldBodies, Reply, relay, until_gone
 from quire.server.models.ollama import PREFIX, OllamaRoutes
 from quire.server.models.ollama_forms import error_body as ollama_error_body
 from quire.server.models.places import State
@@ -32,12 +29,6 @@ from quire.server.options import ServerOptions
 log = logging.getLogger(__name__)
 
 _PROBES = frozenset({"/health", "/ping", "/ready"})
-# Headers of one connection, not of the message; and those that each server sets by itself.
-_OF_CONNECTION = frozenset({
-    b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect", b"proxy-connection",
-    b"host", b"date", b"server",
-})  # fmt: skip
-_STREAM = "text/event-stream"
 
 
 class Named(msgspec.Struct):
@@ -58,7 +49,7 @@ class ModelsApp:
         self._keys = ApiKeys(options) if options.api_key else None
         self._ollama = OllamaRoutes(supervisor)
         self._log = RequestLog(options.log_requests)
-        self._num_body_bytes = 0        # bodies of all requests, until they are answered
+        self._bodies = HeldBodies(options)
         self._created = int(time.time())
         self._app = with_cors(self._answer, options)
 
@@ -70,11 +61,11 @@ class ModelsApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with what a route returns, or an error in the form of its API; log what no other server logs."""
-        began_s, sender = time.monotonic(), _Reply(send)
+        began_s, sender = time.monotonic(), Reply(send)
         record = RequestRecord(client_request_id=client_id_in(scope))
         try:
             await self._check_and_dispatch(scope, receive, sender, record)
-        except _ClientGoneError:
+        except ClientGoneError:
             sender.is_forwarded = False
         except Exception as error:
             if sender.status is not None:
@@ -89,7 +80,7 @@ class ModelsApp:
                 self._log.write(scope, sender.status, time.monotonic() - began_s, record)
 
     async def _check_and_dispatch(
-        self, scope: Scope, receive: Receive, sender: "_Reply", record: RequestRecord
+        self, scope: Scope, receive: Receive, sender: Reply, record: RequestRecord
     ) -> None:
         method, path = scope["method"], scope["path"]
         if path not in _PROBES and self._keys is not None and not self._keys.number_of(scope, allows_basic=False):
@@ -103,13 +94,13 @@ class ModelsApp:
                 await own(scope, receive, sender.send)
                 return
             name = self._looked_at(scope)
-            await _until_gone(receive, self._forward(scope, b"", sender, name, is_use=False))
+            await until_gone(receive, self._forward(scope, b"", sender, name, is_use=False))
             return
-        body = await self._read_body(scope, receive)
+        body = await self._bodies.read(receive)
         try:
-            await _until_gone(receive, self._post(scope, body, sender, record))
+            await until_gone(receive, self._post(scope, body, sender, record))
         finally:
-            self._num_body_bytes -= len(body)
+            self._bodies.release(body)
 
     def _own(self, path: str) -> Response | None:
         """Return the answer to a GET of this server's own; None for a path of the models' servers."""
@@ -142,7 +133,7 @@ class ModelsApp:
             raise ApiError(404, message, code="model_not_loaded")
         return name
 
-    async def _post(self, scope: Scope, body: bytes, sender: "_Reply", record: RequestRecord) -> None:
+    async def _post(self, scope: Scope, body: bytes, sender: Reply, record: RequestRecord) -> None:
         path = scope["path"]
         if path.startswith(PREFIX):
             await self._ollama.post(path, body, scope["headers"], sender.send)
@@ -180,100 +171,16 @@ class ModelsApp:
         except ModelError as error:
             raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the whole body, which counts towards the memory of all until its request is answered."""
-        options, received = self._options, bytearray()
-        try:
-            async with asyncio.timeout(options.receive_timeout):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _ClientGoneError
-                    piece = message.get("body", b"")
-                    if len(received) + len(piece) > options.max_body_bytes:
-                        told = f"the body is longer than {options.max_body_bytes} bytes (max_body_bytes)"
-                        raise ApiError(413, told, code="request_too_large")
-                    if self._num_body_bytes + len(piece) > options.max_total_body_bytes:
-                        raise body_memory_full(options.max_total_body_bytes)
-                    self._num_body_bytes += len(piece)
-                    received += piece
-                    if not message.get("more_body", False):
-                        return bytes(received)
-        except TimeoutError:
-            self._num_body_bytes -= len(received)
-            told = f"the body took more than {options.receive_timeout:g} s (receive_timeout)"
-            raise ApiError(408, told, code="request_timeout", headers={"Connection": "close"}) from None
-        except BaseException:
-            self._num_body_bytes -= len(received)
-            raise
-
-    async def _forward(self, scope: Scope, body: bytes, sender: "_Reply", name: str, *, is_use: bool = True) -> None:
+    async def _forward(self, scope: Scope, body: bytes, sender: Reply, name: str, *, is_use: bool = True) -> None:
         """Send a request to the server of a model, and its answer back. ApiError 502 where that dies before."""
         try:
             async with self._supervisor.lend(name, is_use=is_use) as process:
-                await _relay(process, scope, body, sender)
+                await relay(process.session, "http://model", scope, body, sender)
         except ApiError as failure:
             if sender.status is None or not sender.is_stream:
                 raise       # behind a status the connection is closed: the client sees that the answer is not whole
             event = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
             await sender.send({"type": "http.response.body", "body": event})
-
-
-async def _relay(process: ModelProcess, scope: Scope, body: bytes, sender: "_Reply") -> None:
-    query = scope["query_string"].decode("latin-1")
-    url = URL(f"http://model{scope['raw_path'].decode('latin-1')}{'?' + query if query else ''}", encoded=True)
-    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
-               if name not in _OF_CONNECTION and name != b"content-length"]  # fmt: skip
-    request = process.session.request(scope["method"], url, headers=headers, data=body or None, allow_redirects=False)
-    async with request as response:
-        sender.is_forwarded = True
-        sender.is_stream = response.content_type == _STREAM
-        own = [(name.lower(), value) for name, value in response.raw_headers if name.lower() not in _OF_CONNECTION]
-        await sender.send({"type": "http.response.start", "status": response.status, "headers": own})
-        async for piece in response.content.iter_any():
-            await sender.send({"type": "http.response.body", "body": piece, "more_body": True})
-        await sender.send({"type": "http.response.body", "body": b""})
-
-
-class _Reply:
-    """The `send` of one request. `is_forwarded`: a model's server logs it; `is_stream`: it is server-sent events."""
-
-    __slots__ = ("_send", "is_forwarded", "is_stream", "status")
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_forwarded = self.is_stream = False
-        self.status: int | None = None
-
-    async def send(self, message: Message) -> None:
-        """Send a message of a response."""
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        await self._send(message)
-
-
-class _ClientGoneError(Exception):
-    """The client has disconnected: none is left to answer."""
-
-
-async def _until_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Do the work of a request after its body was read; cancel it when the client disconnects."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_gone(receive))
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _ClientGoneError
-        working.result()
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.wait((working, gone))
-
-
-async def _wait_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _no_message() -> Message:

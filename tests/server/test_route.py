@@ -1,0 +1,209 @@
+"""`quire route`: what it sends in vLLM's form, and what it does where servers are not reached or end."""
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.cli.route import check_urls
+from quire.core.errors import ConfigError
+from support.server import ServerProcess, wait_until
+
+Json = dict[str, Any]
+ROUTE = "import sys; sys.argv[1] = 'route'; from quire.cli.main import main; main()"
+# As vLLM's NixlConnector answers, with keys that mean nothing to the router.
+PARAMS: Json = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e-1",
+    "remote_request_id": "cmpl-1", "remote_host": "10.0.0.1", "remote_port": 14579, "tp_size": 1,
+}  # fmt: skip
+PROMPT = "x" * 100
+
+Answer = Callable[[BaseHTTPRequestHandler, Json], None]
+
+
+def says(body: Json, status: int = 200) -> Answer:
+    """Return an answer."""
+
+    def answer(handler: BaseHTTPRequestHandler, _: Json) -> None:
+        content = json.dumps(body).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    return answer
+
+
+def ends(handler: BaseHTTPRequestHandler, _: Json) -> None:
+    """End the connection without an answer."""
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def breaks_off(handler: BaseHTTPRequestHandler, _: Json) -> None:
+    """Begin a stream, and end the connection."""
+    handler.send_response(200)
+    handler.send_header("Content-Type", "text/event-stream")
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    handler.wfile.write(b"6\r\ndata: \r\n")
+    handler.wfile.flush()
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+class Stub:
+    """A server that records bodies, and answers by a function."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.asked: list[tuple[str, Json, str | None]] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                asked.append((self.path, body, self.headers["Authorization"]))
+                answer(self, body)
+
+            def do_GET(self) -> None:
+                says({"path": self.path})(self, {})
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def stubs(*answers: Answer) -> Iterator[list[Stub]]:
+    opened = [Stub(answer) for answer in answers]
+    try:
+        yield opened
+    finally:
+        for stub in opened:
+            stub.close()
+
+
+@contextmanager
+def routing(prefill: list[str], decode: list[str], least_bytes: int = 0) -> Iterator[ServerProcess]:
+    flags = [part for url in prefill for part in ("--prefill", url)]
+    flags += [part for url in decode for part in ("--decode", url)]
+    router = ServerProcess("--port", "0", "--prefill-least-bytes", str(least_bytes), *flags, entry=ROUTE)
+    try:
+        router.wait_ready()
+        yield router
+        assert router.stop() == 0
+    finally:
+        router.close()
+
+
+def count(router: ServerProcess, way: str) -> int:
+    """Return a number of the router's metrics."""
+    line = next(line for line in router.get("/metrics").text.splitlines() if f'"{way}"' in line)
+    return int(line.rpartition(" ")[2])
+
+
+@pytest.fixture(scope="module")
+def closed() -> Iterator[str]:
+    """A URL at which nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def test_request_goes_to_both_in_the_form_of_vllm(closed: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 2, "stream": True, "n": 2, "seed": 3,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    with stubs(says({"kv_transfer_params": PARAMS}), says({"choices": []})) as (prefill, decode), routing(
+        [prefill.url], [closed, decode.url], least_bytes=50
+    ) as router:
+        headers = {"Authorization": "Bearer key"}
+        answer = httpx.post(router.url + "/v1/completions", json=body, headers=headers)
+        assert answer.json() == {"choices": []}
+        assert prefill.asked == [("/v1/completions", {
+            "prompt": PROMPT, "max_tokens": 1, "stream": False, "n": 2, "seed": 3,
+            "kv_transfer_params": {
+                "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+                "remote_block_ids": None, "remote_host": None, "remote_port": None,
+            },
+        }, "Bearer key")]  # fmt: skip
+        assert decode.asked == [("/v1/completions", body | {"kv_transfer_params": PARAMS}, "Bearer key")]
+        router.post("/v1/chat/completions", {"messages": [], "max_completion_tokens": 9, "user": PROMPT})
+        assert prefill.asked[1][1].keys() == {"messages", "max_tokens", "stream", "user", "kv_transfer_params"}
+        router.post("/v1/completions", {"prompt": "short"})
+        router.post("/v1/embeddings", {"input": PROMPT})
+        assert [len(prefill.asked), [path for path, _, _ in decode.asked][2:]] == [
+            2, ["/v1/completions", "/v1/embeddings"]
+        ]
+        assert (count(router, "apart"), count(router, "short")) == (2, 1)
+        assert router.get("/v1/models").json() == {"path": "/v1/models"}
+        assert router.get("/health").status_code == router.get("/ready").status_code == 200
+        for wrong in (b"[1]" + b" " * 50, b'{"prompt": ' + b" " * 60):
+            refused = httpx.post(router.url + "/v1/completions", content=wrong)
+            assert refused.status_code == 400
+
+
+def test_answer_does_not_fail_for_want_of_a_prefill_server(closed: str) -> None:
+    failing = [says({}, 503), ends, says({"error": {}}, 400), says({"kv_transfer_params": None})]
+    with stubs(*failing, says({"ok": 1})) as (down, gone, refusing, silent, decode):
+        for prefill, way in (
+            ([closed], "not_reached"), ([down.url, gone.url], "not_reached"), ([refusing.url], "refused"),
+            ([silent.url], "refused"),
+        ):  # fmt: skip
+            decode.asked.clear()
+            with routing(prefill, [decode.url]) as router:
+                assert router.post("/v1/completions", {"prompt": "a"}).json() == {"ok": 1}
+                assert count(router, way) == 1
+                assert decode.asked[0][1] == {"prompt": "a"}
+        assert [len(each.asked) for each in (down, gone, refusing, silent)] == [1] * 4
+
+
+def test_decode_servers_that_end_are_a_clear_error(closed: str) -> None:
+    with stubs(ends, breaks_off, says({"kv_transfer_params": PARAMS})) as (gone, broken, prefill):
+        with routing([prefill.url], [closed]) as router:
+            answer = router.post("/v1/completions", {"prompt": "a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "decode_unreached")
+            assert router.get("/ready").status_code == 503
+        with routing([prefill.url], [gone.url]) as router:
+            assert router.post("/v1/completions", {"prompt": "a"}).status_code == 502
+        with routing([prefill.url], [broken.url]) as router:
+            answer = router.post("/v1/completions", {"prompt": "a", "stream": True})
+            assert answer.text.startswith("data: ")
+            assert '"code":"decode_unreached"' in answer.text
+
+
+def test_client_that_goes_ends_its_request() -> None:
+    has_begun, has_gone = threading.Event(), threading.Event()
+
+    def hold(handler: BaseHTTPRequestHandler, _: Json) -> None:
+        has_begun.set()
+        handler.connection.settimeout(60)
+        assert handler.connection.recv(1) == b""
+        has_gone.set()
+
+    with stubs(hold, says({})) as (prefill, decode), routing([prefill.url], [decode.url]) as router:
+        with socket.create_connection(("127.0.0.1", router.port)) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            connection.sendall(head + b'Content-Length: 15\r\n\r\n{"prompt": "a"}')
+            wait_until(has_begun.is_set)
+        wait_until(has_gone.is_set)
+        assert decode.asked == []
+
+
+@pytest.mark.parametrize("urls", [[], ["ftp://a"], ["10.0.0.1:80"], ["http://"], ["http://u:p@a"], ["http://a"] * 65])
+def test_wrong_urls_are_an_error(urls: list[str]) -> None:
+    with pytest.raises(ConfigError, match="decode must be"):
+        check_urls("decode", urls)
