@@ -29,6 +29,7 @@ from quire.engine.assembly import AssembledEngine
 from quire.engine.messages import TAGS, EngineDeadError, Tag
 from quire.engine.metrics.page import Metric, Metrics
 from quire.engine.offline_engine import LocalEngine, OfflineEngine
+from quire.engine.offline_sessions import OfflineSession, OfflineSessions
 from quire.engine.options import EngineOptions
 from quire.engine.options.keywords import EngineSettings
 from quire.engine.requests.input_processor import (
@@ -38,6 +39,7 @@ from quire.engine.requests.input_processor import (
     Prompt,
     TokenizedPrompt,
     Truncation,
+    check_cache_salt,
 )
 from quire.engine.requests.output_processor import OutputKind
 from quire.engine.requests.pooling_inputs import OfflinePooling
@@ -89,7 +91,7 @@ class LLM:
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
             speculative_config=_as_json(speculative_config), **others,
         )  # fmt: skip
-        self._can_sleep = options.enable_sleep_mode
+        self._can_sleep, self._kv_disk_dir = options.enable_sleep_mode, options.kv_disk_dir
         if options.kv_events is not None:
             raise ConfigError("kv_events_config is for servers, which routers send requests to: see `quire serve`")
         if options.kv_role != "none":
@@ -383,6 +385,40 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Return the pinned prefixes in the order of pinning."""
         return [pin.prefix for pin in self._runner.pinned.of_key(None)]
+
+    def create_session(
+        self, prompt: Prompt, *, lora_request: LoRARequest | None = None
+    ) -> OfflineSession:
+        """Compute a prompt and pin it as a session, which prompts continue: `session.prompt("And then?")`.
+
+        Errors as in `pin_prefix`. A session can be saved, and restored after a restart.
+        """
+        return self._sessions.create(self._inputs.tokenize(prompt).adapted(self._adapter(lora_request)))
+
+    def restore_session(
+        self, name: str, *, cache_salt: str | None = None, lora_request: LoRARequest | None = None
+    ) -> OfflineSession:
+        """Return a session that was saved in `kv_disk_dir`, by an LLM or a server without keys.
+
+        Its full blocks are loaded, the rest is computed. SessionError if there is none of that name, or if it is of
+        another model, salt, adapter or arithmetic: the text names what differs.
+        """
+        return self._sessions.restore(name, check_cache_salt(cache_salt), self._adapter(lora_request))
+
+    def saved_sessions(self) -> list[str]:
+        """Return the names of the saved sessions."""
+        return self._sessions.names()
+
+    def delete_saved_session(self, name: str) -> None:
+        """Delete a saved session. SessionError if there is none of that name."""
+        self._sessions.delete_saved(name)
+
+    @property
+    def _sessions(self) -> OfflineSessions:
+        def finish(prepared: PreparedRequest) -> None:
+            self._finish_all([prepared], use_tqdm=False)
+
+        return OfflineSessions(self._runner, finish, self._name, self._kv_disk_dir)
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps; of several engines the sum."""

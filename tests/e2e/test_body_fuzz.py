@@ -16,6 +16,7 @@ from quire.server.apis.completions.completion_bodies import (
     CompletionBody,
     DetokenizeBody,
     PrefixBody,
+    SessionBody,
     TokenizeBody,
 )
 from quire.server.apis.responses.responses_bodies import ResponsesBody
@@ -66,6 +67,7 @@ WHOLE: dict[str, tuple[dict[str, Any], type]] = {
     "/tokenize": ({"messages": MESSAGES, **TEMPLATE}, TokenizeBody),
     "/detokenize": ({"tokens": [5, 6, 300]}, DetokenizeBody),
     "/v1/prefixes": ({"prompt": [5, 6, 7], "cache_salt": "s"}, PrefixBody),
+    "/v1/sessions": ({"prompt": [5, 6, 7], "cache_salt": "s", "ttl": 60}, SessionBody),
 }
 JUNK: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400),
@@ -175,8 +177,8 @@ def check_error(response: httpx.Response) -> None:
     assert error["message"]
     assert len(error["message"]) < 1000
     assert error["param"] is None or isinstance(error["param"], str)
-    codes = (None, "context_length_exceeded", "unsupported_parameter", "invalid_json")
-    assert error["code"] in (("model_not_found",) if response.status_code == 404 else codes)
+    codes = (None, "context_length_exceeded", "unsupported_parameter", "invalid_json", "invalid_session", "answer_gone")
+    assert error["code"] in (("model_not_found", "session_not_found") if response.status_code == 404 else codes)
 
 
 @pytest.mark.parametrize("path", WHOLE)

@@ -29,8 +29,9 @@ CHECKS = (
 ERROR_TYPES = ("invalid_request_error", "rate_limit_error", "server_error")
 ANTHROPICS = "/v1/messages"  # has a form of its own, as all below it
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/prefixes", ANTHROPICS,
-    f"{ANTHROPICS}/count_tokens", "/v1/embeddings", "/v2/embed", "/pooling", "/score", "/rerank",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/prefixes",
+    "/v1/sessions", ANTHROPICS, f"{ANTHROPICS}/count_tokens", "/v1/embeddings", "/v2/embed", "/pooling", "/score",
+    "/rerank",
 )
 MANY, FEW = 500, 4
 

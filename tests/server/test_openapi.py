@@ -22,14 +22,14 @@ OWN = {"Authorization": "Bearer mine"}
 # Options of the engine.
 SURVIVORS = {
     "/", "/status", "/version", "/load", "/metrics", "/v1/models", "/v1/models/{model_id}", "/v1/prefixes",
-    "/v1/requests/{request_id}/explain", "/debug/top", "/kv_event_sources",
+    "/v1/requests/{request_id}/explain", "/debug/top", "/kv_event_sources", "/v1/sessions", "/v1/sessions/{session_id}",
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path) -> Iterator[OpenAIServer]:
     engine = EngineOptions(model=str(demo_model), max_model_len=128, num_kv_blocks=64)
-    with openai_server(engine, api_key=("mine",), enable_debug=True) as running:
+    with openai_server(engine, api_key=("mine",), enable_debug=True, max_pinned_share=1.0) as running:
         running.http.headers.update(OWN)
         yield running
 
@@ -52,7 +52,9 @@ def test_every_answer_of_a_get_is_as_it_is_told(server: OpenAIServer) -> None:
     routes = documented_responses(server.http.get("/openapi.json").json())
     assert routes.keys() >= SURVIVORS | {"/health", "/ping", "/ready", "/debug/kv"}
     answer = server.ask("/v1/completions", prompt=[1, 2, 3], max_tokens=2)
-    paths = {path: path.replace("{request_id}", answer["id"]).replace("{model_id}", NAME) for path in routes}
+    session = server.ask("/v1/sessions", prompt=[1, 2, 3])
+    ids = {"request_id": answer["id"], "model_id": NAME, "session_id": session["id"]}
+    paths = {path: path.format(**ids) for path in routes}
     for path, responses in routes.items():
         assert responses.keys() == {"200", "4XX", "5XX"}
         well = server.http.get(paths[path])
@@ -76,6 +78,7 @@ def test_a_fault_of_ours_has_the_form_that_is_told() -> None:
     app = make_app(enable_debug=True)
     routes = documented_responses(ask(app, "GET", "/openapi.json").json())
     app.state.service = SimpleNamespace(to_api_error=app.state.service.to_api_error)  # all else is missing
+    app.state.sessions = SimpleNamespace()
     for path, responses in routes.items():
         response = ask(app, "GET", path)
         hold(response, responses)

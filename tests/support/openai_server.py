@@ -125,7 +125,10 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
         child = fork_engine(engine)
         metrics = Metrics(NAME)
         client = await EngineClient.connect(child, engine, metrics.engines[0])
-        service = Service(client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer))
+        service = Service(
+            client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer),
+            kv_disk_dir=engine.kv_disk_dir,
+        )  # fmt: skip
         service.can_sleep = engine.enable_sleep_mode
         try:
             with bind(HOST, 0) as listener:

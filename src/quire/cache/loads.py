@@ -112,6 +112,7 @@ class Loads:
         self.disk: DiskTier | None = None
         self.peers: LoadSource | None = None
         self.tickets: Tickets | None = None
+        self.sessions: list[DiskTier] = []        # stores of saved sessions that are being restored
         self._loads: dict[int, KVLoad] = {}       # request id: until the request is admitted or ends
         self._looked_up = set[int]()              # waiting requests that load nothing more
         self._behind: dict[int, KVLoad] = {}      # waiting requests, and the load that each waits for
@@ -133,7 +134,9 @@ class Loads:
 
         A request loads once between two admissions. While others load the same, it waits for them, and looks again.
         """
-        source: LoadSource | None = self.disk if wanted.transfer is None else self.peers
+        source: LoadSource | None = self._longest(wanted) if self.sessions else self.disk
+        if wanted.transfer is not None:
+            source = self.peers
         request_id, num_found = wanted.request_id, len(match.blocks)
         if source is None or request_id in self._looked_up or not source.is_ready:
             return False
@@ -160,6 +163,15 @@ class Loads:
         load.begin()
         self._loads[request_id] = load
         return True
+
+    def _longest(self, wanted: Wanted) -> "DiskTier | None":
+        """Return the store with the longest run of a request's tokens, the disk's if others have no more."""
+        longest, most = self.disk, 0
+        for source in (self.disk, *self.sessions):
+            load = None if source is None or not source.is_ready else source.find(wanted, 0)
+            if load is not None and load.num_blocks > most:
+                longest, most = source, load.num_blocks
+        return longest
 
     def next_read(self, source: LoadSource) -> tuple[int, KVLoad, int, int] | None:
         """Return a source's next read, to be begun at once: a job, the load, its blocks [start, stop). None: none."""
@@ -276,7 +288,7 @@ class Loads:
         for load in self._loads.values():
             assert load.first <= load.num_filled <= load.num_begun <= load.num_blocks, f"{load}"
         yield
-        if self.disk is not None:
-            yield from self.disk.checking()
+        for tier in self.sessions if self.disk is None else (self.disk, *self.sessions):
+            yield from tier.checking()
         if self.tickets is not None:
             yield from self.tickets.checking()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,17 @@ from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import ConfigError, EngineError, InvalidRequestError, ModelError, RequestFailedError
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
-from quire.engine.messages import EngineDeadError, EngineState, Profile, Ready, RequestRefused, Stepped, Tag
+from quire.core.sequence import Request
+from quire.engine.messages import (
+    EngineDeadError,
+    EngineState,
+    Profile,
+    Ready,
+    RequestRefused,
+    SessionBlocks,
+    Stepped,
+    Tag,
+)
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.processes.base_client import SingleEngine
@@ -105,6 +116,17 @@ class RayClient(SingleEngine):
 
     async def release_pin(self, request_id: int) -> None:
         """Do nothing: nothing is pinned."""
+
+    async def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Save nothing: nothing is pinned."""
+        return SessionBlocks(code="gone", message="replicas pin nothing")
+
+    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Load nothing: replicas have no disk of their own."""
+        return SessionBlocks(code="unusable", message="replicas keep nothing on a disk")
+
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Do nothing: nothing is loaded."""
 
     async def read_adapter(self, folder: str) -> Adapter:
         """Raise ModelError: replicas read no adapters yet."""

@@ -68,6 +68,25 @@ class UnknownPrefixError(InvalidRequestError):
         super().__init__(message, param="id", code="prefix_not_found")
 
 
+class SessionError(InvalidRequestError):
+    """A session, or a saved one, that cannot be used. `code`: one of SESSION_STATUS."""
+
+    def __init__(self, message: str, code: str, *, param: str = "session_id") -> None:
+        super().__init__(message, param=param, code=code)
+
+
+SESSION_STATUS = {   # of HTTP, by the code of a SessionError
+    "session_not_found": 404,
+    "session_incompatible": 409,    # saved by another model, with another salt or by other arithmetic
+    "session_unreadable": 409,      # its files are spoilt
+    "session_not_saved": 507,       # the disk is full, or cannot be written
+    "session_gone": 410,            # unpinned while it was used
+    "answer_gone": 410,             # the answer that it was to be made of
+    "session_limit": 400,
+    "invalid_session": 400,
+}
+
+
 class EngineAsleepError(EngineError):
     """The engine sleeps: its memory is freed until it is woken."""
 

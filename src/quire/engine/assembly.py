@@ -31,6 +31,7 @@ from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
 from quire.engine.engine import Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.kv_disk import KVDisk
+from quire.engine.kv_sessions import KVSessions
 from quire.engine.loading import LoadedModel, kv_identity, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
@@ -305,7 +306,9 @@ def open_disk(
     stored.recover(store.recovered)
     loads = loads_of(cache, kv)
     loads.disk = DiskTier(cache, stored, store.scope_key, options.kv_disk_write_policy)
-    return KVDisk(loads, loads.disk, store)
+    disk = KVDisk(loads, loads.disk, store)
+    disk.sessions = KVSessions(disk, loads, cache, kv.tensors, identity)
+    return disk
 
 
 def check_has_blocks(setting: str, cache: KVCacheManager, loaded: LoadedModel) -> None:

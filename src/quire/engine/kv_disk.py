@@ -17,6 +17,7 @@ from quire.cache.loads import Loads
 from quire.engine.kv_reads import READ_LIMIT_S, BlockReads
 
 if TYPE_CHECKING:
+    from quire.engine.kv_sessions import KVSessions
     from quire.execution.kv_store import KVStore
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class KVDisk:
     ) -> None:
         self.tier, self._loads, self._store, self._clock = tier, loads, store, clock
         self._reads = BlockReads[StoredLoad](loads, tier, self._begin_read, store, clock)
+        self.sessions: KVSessions | None = None  # None: none are saved
         self.last_step_s = math.inf            # seconds of the engine's last step
         self._num_writing = 0
         self._most_writing = math.inf          # more is under way: nothing is copied out, since the store was full
@@ -43,8 +45,14 @@ class KVDisk:
 
     @property
     def num_left(self) -> int:
-        """What is left to do for an idle engine: runs of blocks to write, and writes that will end."""
-        return len(self.tier.writes) + self._num_writing
+        """What is left to do for an idle engine: runs of blocks to write, writes that will end, and sessions."""
+        num_sessions = 0 if self.sessions is None else self.sessions.num_left
+        return len(self.tier.writes) + self._num_writing + num_sessions
+
+    @property
+    def is_reading(self) -> bool:
+        """Return whether a read is under way."""
+        return len(self._reads) > 0
 
     def step(self) -> None:
         """Record what the disk has done, and give it more to do. For between two steps."""
@@ -55,14 +63,22 @@ class KVDisk:
                 self.tier.is_stalled = True
                 self._loads.give_back(self.tier)
         self._reads.begin()
+        if self.sessions is not None and self.sessions.is_busy:
+            self.sessions.step(min(MAX_COPY_S, COPY_SHARE * self.last_step_s))
         if len(self.tier.writes) and self._num_writing <= self._most_writing:
             self._write(min(MAX_COPY_S, COPY_SHARE * self.last_step_s))
         elif self.tier.stored.forgotten:
             self._store.forget(self.tier.stored.take_forgotten())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a read or a write has ended."""
-        self._store.wait(timeout_s)
+        """Wait until a read or a write has ended; while a session is restored, one of its reads."""
+        restored = None if self.sessions is None else self.sessions.reading
+        (restored or self)._store.wait(timeout_s)
+
+    def count_reads_of(self, other: "KVDisk") -> None:
+        """Count the reads of another store that is closed, which has the counts of this tier."""
+        self._reads.num_bytes += other._reads.num_bytes
+        self._reads.seconds += other._reads.seconds
 
     def _collect(self) -> None:
         from quire.execution.kv_store import Written  # noqa: PLC0415 (needs the extension)
@@ -127,7 +143,9 @@ class KVDisk:
                 self.wait(0.005)
 
     def close(self) -> None:
-        """Drain, and close the store. Idempotent."""
+        """Give up what is under way for sessions, drain, and close the store. Idempotent."""
+        if self.sessions is not None:
+            self.sessions.close()
         self.drain()
         self._store.close()
 

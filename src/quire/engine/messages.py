@@ -110,6 +110,29 @@ class Wake(msgspec.Struct, tag="wake", array_like=True, frozen=True):
     tags: tuple[Tag, ...]
 
 
+class SaveSession(msgspec.Struct, tag="save_session", array_like=True, frozen=True):
+    """Copy the blocks that a request has pinned into a store in `folder`. `number` identifies the command."""
+
+    number: int
+    request_id: int
+    folder: str
+
+
+class OpenSession(msgspec.Struct, tag="open_session", array_like=True, frozen=True):
+    """Load from the store of a saved session in `folder` until it is closed, if it has this identity."""
+
+    number: int
+    folder: str
+    num_tokens: int
+    identity: str   # `KVIdentity.as_json`
+
+
+class CloseSession(msgspec.Struct, tag="close_session", array_like=True, frozen=True):
+    """Load no more from the store of a saved session."""
+
+    folder: str
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
     """Send a report as soon as possible: an idle engine sends its state after every command."""
 
@@ -138,6 +161,7 @@ def add_message(request: Request) -> tuple[str, dict[str, object]]:
 
 Command = (
     Start | AddRequest | Abort | Finish | GetBlocks | ReadAdapter | StartProfile | StopProfile | Sleep | Wake | Ping
+    | SaveSession | OpenSession | CloseSession
 )
 
 
@@ -282,9 +306,34 @@ class SleepReply(msgspec.Struct, tag="sleep_reply", array_like=True, frozen=True
     error: Failed | None = None
 
 
+SessionCode = Literal[
+    "",
+    "gone",             # the prefix is pinned no more
+    "incompatible",     # the blocks are those of another model, or of other arithmetic
+    "unusable",         # the files cannot be written, or read
+]
+
+
+class SessionBlocks(msgspec.Struct, array_like=True, frozen=True):
+    """What has become of a session's blocks: they are in its store, or were found there. `code`: why not."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    identity: str = ""      # `KVIdentity.as_json`
+    code: SessionCode = ""
+    message: str = ""
+
+
+class SessionReply(msgspec.Struct, tag="session_reply", array_like=True, frozen=True):
+    """The answer to a SaveSession or OpenSession."""
+
+    command: SaveSession | OpenSession
+    blocks: SessionBlocks
+
+
 Report = (
     Located | Ready | Failed | Stepped | Idle | Alive | Beat | RequestRefused | BlocksReply | AdapterReply
-    | ProfileReply | SleepReply
+    | ProfileReply | SleepReply | SessionReply
 )
 
 

@@ -3,15 +3,18 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from quire.core.errors import EngineAsleepError, InvalidRequestError, ModelError
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
+from quire.core.sequence import Request
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.assembly import AssembledEngine, assemble
 from quire.engine.engine import NO_ADAPTERS, Engine
-from quire.engine.messages import EngineState, Ready, Stepped, Tag
+from quire.engine.kv_sessions import KVSessions, OnEnd
+from quire.engine.messages import EngineState, Ready, SessionBlocks, Stepped, Tag
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
@@ -56,6 +59,18 @@ class OfflineEngine(ABC):
         """Release what a request has pinned; its blocks are free on return."""
 
     @abstractmethod
+    def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Copy what a request has pinned into the store of a session."""
+
+    @abstractmethod
+    def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let a request that is about to run load from a saved session, until `close_session`."""
+
+    @abstractmethod
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Let the request load no more from the saved session."""
+
+    @abstractmethod
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps; of several engines the sum."""
 
@@ -81,6 +96,7 @@ class OfflineEngine(ABC):
         """Free all memory, and end all requests. Idempotent."""
 
 
+_MOVE_PAUSE_S = 0.001   # between two looks at files, while the engine is idle
 _NO_STATE = EngineState(0, 0, 0)  # steps report none: `observe` looks at the engine itself
 
 
@@ -157,6 +173,38 @@ class LocalEngine(OfflineEngine):
     def unpin(self, request_id: int) -> None:
         """Release what a request has pinned."""
         self._abort({request_id})
+
+    def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Copy what a request has pinned into the store of a session."""
+        return self._move_session(lambda sessions, on_end: sessions.save(request_id, folder, on_end))
+
+    def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let a request that is about to run load from a saved session, until `close_session`."""
+        return self._move_session(lambda sessions, on_end: sessions.open(folder, num_tokens, identity, on_end))
+
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Let the request load no more from the saved session."""
+        if self._assembled is not None:
+            self._sessions.close_session(folder)
+
+    @property
+    def _sessions(self) -> KVSessions:
+        disk = self.assembled.engine.disk
+        assert disk is not None and disk.sessions is not None  # noqa: PT018 (an LLM without kv_disk_dir saves none)
+        return disk.sessions
+
+    def _move_session(self, begin: Callable[[KVSessions, OnEnd], None]) -> SessionBlocks:
+        """Begin to save or to open a session, and step, or move blocks, until it has ended."""
+        ended = list[SessionBlocks]()
+        begin(self._sessions, ended.append)
+        engine = self.assembled.engine
+        while not ended:
+            if engine.scheduler.has_requests:
+                self._step(engine)
+            elif engine.disk is not None:
+                engine.disk.step()
+                time.sleep(0 if ended else _MOVE_PAUSE_S)
+        return ended[0]
 
     def kv_stats(self) -> KVStats:
         """Return the state of the KV cache between two steps."""

@@ -51,22 +51,37 @@ def open_folder(directory: Path, identity: KVIdentity, index_bytes: int, blocks_
     index_bytes, blocks_bytes: most bytes of these files, which are cut if they have more. Raises ConfigError for a
     directory that is not the process's own or that others may enter, OSError if it cannot be written.
     """
-    own = _private(_private(directory) / identity.digest())
+    own = private_folder(private_folder(directory) / identity.digest())
     for number in range(MAX_FOLDERS):
-        folder = _private(own / str(number))
-        lock = _locked(folder)
-        if lock is None:
-            continue
-        try:
-            os.utime(lock)
-            return _opened(folder, lock, identity, index_bytes, blocks_bytes)
-        except BaseException:
-            os.close(lock)
-            raise
+        found = _open_unlocked(own / str(number), identity, index_bytes, blocks_bytes)
+        if found is not None:
+            return found
     raise OSError(f"{own}: {MAX_FOLDERS} engines use it already")
 
 
-def _private(folder: Path) -> Path:
+def open_alone(folder: Path, identity: KVIdentity, index_bytes: int, blocks_bytes: int) -> KVFolder:
+    """Lock a folder that is no part of a directory of engines, as `open_folder`. OSError while another process has it.
+    """
+    found = _open_unlocked(folder, identity, index_bytes, blocks_bytes)
+    if found is None:
+        raise OSError(f"{folder} is in use")
+    return found
+
+
+def _open_unlocked(folder: Path, identity: KVIdentity, index_bytes: int, blocks_bytes: int) -> KVFolder | None:
+    """Lock a folder and open its files; None while another store has it."""
+    lock = _locked(private_folder(folder))
+    if lock is None:
+        return None
+    try:
+        os.utime(lock)
+        return _opened(folder, lock, identity, index_bytes, blocks_bytes)
+    except BaseException:
+        os.close(lock)
+        raise
+
+
+def private_folder(folder: Path) -> Path:
     """Make a folder that none but its owner may enter, or check that it is one."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):

@@ -28,7 +28,7 @@ import numpy as np
 from quire.core.arrays import UINT8, Array, address, empty
 from quire.core.errors import ConfigError
 from quire.core.kv_identity import KVIdentity, StoredBlock
-from quire.execution.kv_folder import KVFolder, delete_older, open_folder
+from quire.execution.kv_folder import KVFolder, delete_older, open_alone, open_folder
 from quire.execution.kv_slots import SlotTable, record_bytes
 from quire.kernels.cpp import _kernels
 
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 STAGING_BYTES = 64 << 20  # for blocks on their way out, and as many for those on their way in
+SESSION_STAGING_BYTES = 16 << 20  # the same, of a store that is open for as long as it is copied
 EXTENT_BYTES = 64 << 20   # `blocks` grows by so much at a time
 PIECE_BYTES = 1 << 20     # digested by the calling thread alone: a step's kernels keep the others
 FOLDER_BYTES = 64 << 10   # directories and small files
@@ -88,13 +89,14 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotSizes:
-    """Sizes of a store, how fast it may write, and how many stores share its identity's folders."""
+    """Sizes of a store, how fast it may write, and how many stores share its identity's folders; 0: it is alone."""
 
     num_slots: int
     block_bytes: int
     slot_bytes: int               # block_bytes, rounded up to a page
     bytes_per_s: float = math.inf
     num_stores: int = 1
+    staging_bytes: int = STAGING_BYTES
 
 
 class KVStore:
@@ -139,19 +141,41 @@ class KVStore:
         sizes = SlotSizes(num_slots, block_bytes, slot_bytes, bytes_per_s, num_stores)
         try:
             folder = open_folder(directory, identity, num_slots * own_bytes, num_slots * slot_bytes)
-            try:
-                return cls(sizes, SlotTable(num_slots, block_size, folder.key), folder, cache)
-            except BaseException:
-                folder.close()
-                raise
+            return cls._in(folder, sizes, block_size, cache)
         except OSError as error:
             log.warning("the KV store in %s is off: %s", directory, error)
             return cls(SlotSizes(0, block_bytes, slot_bytes), SlotTable(0, block_size, b""), None, cache)
+
+    @classmethod
+    def open_alone(
+        cls, folder: Path, num_slots: int, tensors: Sequence[Array], block_size: int, identity: KVIdentity
+    ) -> "KVStore":
+        """Open the store of one folder, that of a saved session. OSError if it cannot be used, or is open elsewhere."""
+        cache = CacheBlocks(tensors)
+        slot_bytes = cache.block_bytes + -cache.block_bytes % PAGE_BYTES
+        sizes = SlotSizes(
+            num_slots, cache.block_bytes, slot_bytes, num_stores=0, staging_bytes=SESSION_STAGING_BYTES
+        )  # fmt: skip
+        opened = open_alone(folder, identity, num_slots * record_bytes(block_size), num_slots * slot_bytes)
+        return cls._in(opened, sizes, block_size, cache)
+
+    @classmethod
+    def _in(cls, folder: KVFolder, sizes: SlotSizes, block_size: int, cache: "CacheBlocks") -> "KVStore":
+        try:
+            return cls(sizes, SlotTable(sizes.num_slots, block_size, folder.key), folder, cache)
+        except BaseException:
+            folder.close()
+            raise
 
     @property
     def is_on(self) -> bool:
         """Return whether blocks are written; what was written is read also when no more are."""
         return self._folder is not None and self._writer.failure is None
+
+    @property
+    def failure(self) -> OSError | None:
+        """The error that has ended writing; None: there was none."""
+        return None if self._folder is None else self._writer.failure
 
     @property
     def num_bytes(self) -> int:
@@ -293,7 +317,7 @@ class _Staging:
     """Memory for some blocks. The engine's thread takes places and gives them back."""
 
     def __init__(self, sizes: SlotSizes) -> None:
-        num_places = max(1, min(STAGING_BYTES // sizes.slot_bytes, sizes.num_slots))
+        num_places = max(1, min(sizes.staging_bytes // sizes.slot_bytes, sizes.num_slots))
         self.rows = empty((num_places, sizes.block_bytes), UINT8)
         self.rows.reshape(-1)[::PAGE_BYTES] = 0  # a step that is the first to use a page would wait for it
         self.free = list(range(num_places))
@@ -343,7 +367,7 @@ class BlockWriter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        delete_older(self._folder, self._slots_bytes - self.num_bytes, self.sizes.num_stores)
+        self._delete_older(self.num_bytes)
         while (job := self.jobs.get()) is not None:
             started_s, seal = time.perf_counter(), None
             try:
@@ -379,9 +403,14 @@ class BlockWriter:
         if needed <= self.num_bytes:
             return
         stop = min(max(needed, self.num_bytes + EXTENT_BYTES), self._slots_bytes)
-        delete_older(self._folder, self._slots_bytes - stop, self.sizes.num_stores)
+        self._delete_older(stop)
         os.posix_fallocate(self._folder.blocks_file, self.num_bytes, stop - self.num_bytes)
         self.num_bytes = stop
+
+    def _delete_older(self, num_bytes: int) -> None:
+        """Delete folders of other stores beyond what is left of the bound beside `num_bytes`."""
+        if self.sizes.num_stores:
+            delete_older(self._folder, self._slots_bytes - num_bytes, self.sizes.num_stores)
 
     def _wait_for_rate(self) -> None:
         now_s = time.perf_counter()

@@ -7,11 +7,13 @@ from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
 from quire.server.api.request_bodies import MAX_HTTP_SEED
+from quire.server.api.sessions import Sessions
 from quire.server.apis import (
     forwarding,
     prefix_routes,
     profile_routes,
     served_names,
+    session_routes,
     sleep_routes,
     system,
     tokenization,
@@ -58,7 +60,7 @@ def create_app(service: Service) -> FastAPI:
         service, title="Quire", version=__version__, responses=_ERRORS,
         servers=[{"url": service.options.root_path}] if service.options.root_path else None,
     )  # fmt: skip
-    app.state.cached_prefixes = CachedPrefixes()
+    app.state.cached_prefixes, app.state.sessions = CachedPrefixes(), Sessions(service)
     for router in _routers(service):
         app.include_router(router)
     handle_errors(app, {messages_routes.PATH: error_body})
@@ -78,6 +80,7 @@ def _routers(service: Service) -> Iterator[APIRouter]:
         yield tokenization.settings_router
     if options.max_pinned_prefixes:
         yield prefix_routes.router
+        yield session_routes.router
     if options.allow_runtime_lora:
         yield served_names.adapter_router
     if service.can_sleep:

@@ -13,10 +13,12 @@ from starlette.types import Scope
 
 from quire.core.checks import shown
 from quire.core.errors import (
+    SESSION_STATUS,
     DeadlineExceededError,
     EngineAsleepError,
     EngineError,
     InvalidRequestError,
+    SessionError,
     UnknownPrefixError,
 )
 from quire.engine.messages import EngineDeadError
@@ -159,7 +161,9 @@ def as_api_error(error: Exception) -> ApiError:
         case UnknownPrefixError():
             return ApiError(404, str(error), param=error.param, code=error.code)
         case InvalidRequestError():
-            return ApiError(400, str(error), param=error.param, code=error.code)
+            status = SESSION_STATUS.get(str(error.code), 400) if isinstance(error, SessionError) else 400
+            kind = INVALID if status < 500 else "server_error"
+            return ApiError(status, str(error), type=kind, param=error.param, code=error.code)
         case DeadlineExceededError():
             return ApiError(504, str(error), type="server_error", code="deadline_exceeded")
         case EngineAsleepError() | EngineDeadError():

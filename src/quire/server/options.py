@@ -212,6 +212,23 @@ class Limits:
     pin_ttl: float = option(
         3600.0, "seconds until a prefix is unpinned; 0 is never", panel="Limits", low=0, unit="seconds"
     )
+    max_session_bytes: int = _size(
+        1 << 20, "messages of a session, as JSON", row="messages of a session, as JSON", **_REFUSED
+    )
+    max_saved_sessions: int = _count(
+        1000, "sessions of all keys that are saved at a time", row="saved sessions of all keys", **_REFUSED
+    )
+    max_saved_sessions_per_key: int = _count(
+        100, "sessions of a key that are saved at a time",
+        row="saved sessions of one key, or of all clients without keys", **_REFUSED,
+    )  # fmt: skip
+    max_saved_session_bytes: int = _size(
+        16 << 30, "saved sessions of all keys on the disk", row="saved sessions of all keys on the disk", **_REFUSED
+    )
+    max_saved_session_bytes_per_key: int = _size(
+        4 << 30, "saved sessions of a key on the disk",
+        row="saved sessions of one key, or of all clients without keys, on the disk", **_REFUSED,
+    )  # fmt: skip
     max_metric_labels: int = _count(
         MAX_LABELS, "API keys with a metric label of their own, and as many cache_salts",
         row="API keys with a label of their own in metrics, and as many salts",

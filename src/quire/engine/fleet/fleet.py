@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 
 from msgspec import structs
 
@@ -23,7 +24,7 @@ from quire.core.sequence import Request
 from quire.core.step_times import chunk_work
 from quire.engine.fleet.router import Router, Routing
 from quire.engine.launcher import EngineProcess
-from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped, Tag
+from quire.engine.messages import EngineDeadError, EngineState, Ready, SessionBlocks, Stepped, Tag
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
@@ -160,7 +161,10 @@ class Fleet(BaseClient):
     ) -> RequestStream:
         """Queue a request in an engine, once. EngineDeadError if none is alive."""
         request = prepared.request
-        number = self.router.route(request, self._candidates(request))
+        candidates = self._candidates(request)
+        if (home := self._pinning.get(request.request_id)) is not None and home.is_alive:
+            candidates = [self._clients.index(home)]    # it loads from a saved session
+        number = self.router.route(request, candidates)
         client = self._clients[number]
         if isinstance(request.task, PinTask):
             self._pinning[request.request_id] = client
@@ -232,6 +236,25 @@ class Fleet(BaseClient):
         client = self._pinning.pop(request_id, None)
         if client is not None:
             await client.release_pin(request_id)
+
+    async def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Copy what a request has pinned into the store of a session. EngineDeadError if its engine has died."""
+        client = self._pinning.get(request_id)
+        if client is None:
+            return SessionBlocks(code="gone", message="the session's prefix is pinned no more")
+        return await client.save_session(request_id, folder)
+
+    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let an engine load from a saved session; the request will be its own."""
+        client = self._clients[self.router.rank(request, self._candidates(request))[0]]
+        self._pinning[request.request_id] = client
+        return await client.open_session(request, folder, num_tokens, identity)
+
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Let the request load no more from the saved session."""
+        client = self._pinning.get(request.request_id)
+        if client is not None:
+            client.close_session(request, folder)
 
     def count_pinned_blocks(self) -> None:
         """Count in the limits of requests to come the pinned blocks of the engine with the fewest."""

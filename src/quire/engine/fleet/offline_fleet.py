@@ -12,16 +12,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from quire.core.errors import EngineError
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats, RequestOutput
+from quire.core.sequence import Request
 from quire.core.structured_outputs import StructuredOutputsParams
 from quire.decoding.grammars.constrained import GrammarChecks
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
 from quire.engine.launcher import EngineProcess, spawn_engines
-from quire.engine.messages import EngineDeadError, Tag
+from quire.engine.messages import EngineDeadError, SessionBlocks, Tag
 from quire.engine.metrics.page import Metrics
 from quire.engine.offline_engine import OfflineEngine, T
 from quire.engine.options import EngineOptions
@@ -161,6 +163,21 @@ class BlockingFleet(OfflineEngine):
         self._check_open()
         self._loop.run(self._client.release_pin(request_id))
 
+    def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Copy what a request has pinned into the store of a session."""
+        self._check_open()
+        return self._loop.run(self._client.save_session(request_id, folder))
+
+    def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let a request that is about to run load from a saved session, until `close_session`."""
+        self._check_open()
+        return self._loop.run(self._client.open_session(request, folder, num_tokens, identity))
+
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Let the request load no more from the saved session."""
+        if self._closing.alive:
+            self._loop.run(_close_session(self._client, request, folder))
+
     def kv_stats(self) -> KVStats:
         """Return the sum of the states of the engines that are alive, each between two of its steps."""
         self._check_open()
@@ -250,6 +267,10 @@ async def _kv_stats(client: Fleet) -> KVStats:
         raise EngineDeadError(client.death_reason)
     maps = await asyncio.gather(*(engine.block_map(0, 1, math.inf) for engine in living))
     return total([found.stats for found in maps])
+
+
+async def _close_session(client: Fleet, request: Request, folder: Path) -> None:
+    client.close_session(request, folder)
 
 
 async def _observe(metrics: Metrics, client: Fleet, read: Callable[[], T]) -> T:

@@ -4,12 +4,13 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from quire.core.block_map import BlockMap, Tier
 from quire.core.errors import EngineAsleepError, EngineError, InvalidRequestError
 from quire.core.lora import Adapter
 from quire.core.sequence import Request
-from quire.engine.messages import TAGS, EngineDeadError, EngineState, Profile, Ready, Tag
+from quire.engine.messages import TAGS, EngineDeadError, EngineState, Profile, Ready, SessionBlocks, Tag
 from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream, RequestStreams
 from quire.engine.requests.input_processor import CheckedParams, InputProcessor, PreparedRequest, TokenizedPrompt
@@ -114,6 +115,20 @@ class BaseClient(ABC):
         if self.pinned.remaining_s(prefix_id) < ttl_s:
             self.pinned.renew(prefix_id, ttl_s)
             self.expire_prefix(prefix_id, ttl_s)
+
+    # --- saved sessions: see quire.engine.kv_sessions ---------------------------------------------------------------
+
+    @abstractmethod
+    async def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Copy what a request has pinned into the store of a session. EngineDeadError if its engine has died."""
+
+    @abstractmethod
+    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let a request that is about to be added load from a saved session, until `close_session`."""
+
+    @abstractmethod
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Let the request load no more from the saved session."""
 
     # --- health ---------------------------------------------------------------------------------------------------
 

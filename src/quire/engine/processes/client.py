@@ -40,6 +40,7 @@ from quire.engine.messages import (
     EngineState,
     Profile,
     Report,
+    SessionBlocks,
     SleepReply,
     Tag,
 )
@@ -323,6 +324,21 @@ class EngineClient(SingleEngine):
         self._check_serves()
         await self._pending.unpin(request_id)
 
+    async def save_session(self, request_id: int, folder: Path) -> SessionBlocks:
+        """Copy what a request has pinned into the store of a session. EngineDeadError if the engine has died."""
+        self._check_serves()
+        return await self._pending.save_session(request_id, str(folder))
+
+    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let a request to come load from a saved session. EngineDeadError if the engine has died."""
+        self._check_serves()
+        return await self._pending.open_session(str(folder), num_tokens, identity)
+
+    def close_session(self, request: Request, folder: Path) -> None:
+        """Let no request load from a saved session any more."""
+        if self.is_alive and not self.sleeping:
+            self._send(messages.CloseSession(str(folder)))
+
     # --- the engine -----------------------------------------------------------------------------------------------
 
     async def block_map(self, first: int, count: int, timeout_s: float, tier: Tier = "kv") -> BlockMap:
@@ -479,7 +495,10 @@ class EngineClient(SingleEngine):
                 self._streams.fail(request_id, InvalidRequestError(message, param=param, code=code))
             case messages.BlocksReply(command, block_map):
                 self._pending.resolve(command, block_map)
-            case messages.AdapterReply(asked) | messages.ProfileReply(asked) | messages.SleepReply(asked):
+            case (
+                messages.AdapterReply(asked) | messages.ProfileReply(asked) | messages.SleepReply(asked)
+                | messages.SessionReply(asked)
+            ):  # fmt: skip
                 self._pending.resolve(asked, report)
             case messages.Failed(_, message):
                 raise EngineDeadError(f"the engine has failed: {message}")

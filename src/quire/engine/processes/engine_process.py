@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
@@ -185,20 +186,42 @@ class EngineLoop:
                 self._send(messages.BlocksReply(command, self._engine.block_map(first, count, tier)))
             case messages.ReadAdapter(_, folder):
                 self._read_adapter(command, folder)
-            case messages.StartProfile():
-                is_done = self._profiler is None
-                self._profiler = self._profiler or Profiler(self._timed)
-                self._send(messages.ProfileReply(command, is_done))
-            case messages.StopProfile():
-                profiler, self._profiler = self._profiler, None
-                profile = None if profiler is None else profiler.stop()
-                self._send(messages.ProfileReply(command, profile is not None, profile))
+            case messages.StartProfile() | messages.StopProfile():
+                self._profile(command)
+            case messages.SaveSession() | messages.OpenSession() | messages.CloseSession():
+                self._move_session(command)
             case messages.Sleep() | messages.Wake():
                 self._fall_asleep(command)
             case messages.Ping():
                 pass                                # a report follows every command
             case Start():
                 raise AssertionError("started twice")
+
+    def _profile(self, command: messages.StartProfile | messages.StopProfile) -> None:
+        """Start a profile, or end it and send it."""
+        before = self._profiler
+        if isinstance(command, messages.StartProfile):
+            self._profiler = before or Profiler(self._timed)
+            return self._send(messages.ProfileReply(command, before is None))
+        self._profiler = None
+        profile = None if before is None else before.stop()
+        return self._send(messages.ProfileReply(command, profile is not None, profile))
+
+    def _move_session(
+        self, command: messages.SaveSession | messages.OpenSession | messages.CloseSession
+    ) -> None:
+        """Begin to save a session, or to load from a saved one, or end that; the answer is sent when it is done."""
+        sessions = None if self._engine.disk is None else self._engine.disk.sessions
+        assert sessions is not None, "a server without kv_disk_dir saves no session"
+        if isinstance(command, messages.CloseSession):
+            return sessions.close_session(Path(command.folder))
+
+        def reply(blocks: messages.SessionBlocks) -> None:
+            self._send(messages.SessionReply(command, blocks))
+
+        if isinstance(command, messages.SaveSession):
+            return sessions.save(command.request_id, Path(command.folder), reply)
+        return sessions.open(Path(command.folder), command.num_tokens, command.identity, reply)
 
     def _fall_asleep(self, command: messages.Sleep | messages.Wake) -> None:
         """End the loop, unless requests are left; the engine is awake until then."""

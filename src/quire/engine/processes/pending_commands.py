@@ -12,8 +12,12 @@ from quire.engine.messages import (
     Command,
     EngineDeadError,
     GetBlocks,
+    OpenSession,
     ProfileReply,
     ReadAdapter,
+    SaveSession,
+    SessionBlocks,
+    SessionReply,
     Sleep,
     SleepReply,
     StartProfile,
@@ -31,6 +35,7 @@ class PendingCommands:
         self.futures: dict[Command, asyncio.Future[Any]] = {}
         self._map_numbers, self._adapter_numbers = itertools.count(), itertools.count()
         self._profile_numbers, self._sleep_numbers = itertools.count(), itertools.count()
+        self._session_numbers = itertools.count()
         self._map_lock = asyncio.Lock()      # the engine is asked for one map at a time: each costs a step some time
 
     def __len__(self) -> int:
@@ -67,6 +72,17 @@ class PendingCommands:
         """Wake the engine; return the answer."""
         reply: SleepReply = await self._request(Wake(next(self._sleep_numbers), tags))
         return reply
+
+    async def save_session(self, request_id: int, folder: str) -> SessionBlocks:
+        """Have what a request has pinned saved; return what has become of it."""
+        reply: SessionReply = await self._request(SaveSession(next(self._session_numbers), request_id, folder))
+        return reply.blocks
+
+    async def open_session(self, folder: str, num_tokens: int, identity: str) -> SessionBlocks:
+        """Let the engine load from a saved session; return what has become of it."""
+        command = OpenSession(next(self._session_numbers), folder, num_tokens, identity)
+        reply: SessionReply = await self._request(command)
+        return reply.blocks
 
     async def _request(self, command: Command) -> Any:  # noqa: ANN401 (whatever the engine answers)
         future = self.futures[command] = asyncio.get_running_loop().create_future()

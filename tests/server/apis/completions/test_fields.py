@@ -265,7 +265,7 @@ def test_what_vllm_refuses_is_refused(server: OpenAIServer, path: str, body: Jso
     ("path", "body"),
     [
         (COMPLETIONS, {"max_tokens": "3", "n": 1.0, "logprobs": True, "stream": "false"}),
-        (COMPLETIONS, {"length_penalty": 2.0, "logit_bias": {"5": 500}, "request_id": "mine", "session_id": "s"}),
+        (COMPLETIONS, {"length_penalty": 2.0, "logit_bias": {"5": 500}, "request_id": "mine"}),
         (COMPLETIONS, {"stream_interval": 4, "thinking_token_budget": -1, "watermarking": False, "vllm_xargs": {}}),
         (CHAT, {"max_tokens": 9, "max_completion_tokens": 3}),
         (CHAT, {"messages": [{"role": "user"}, {"role": "assistant", "content": REFUSAL}]}),

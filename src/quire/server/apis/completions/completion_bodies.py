@@ -88,6 +88,7 @@ WITHOUT_EFFECT = frozenset((
 ))
 
 OTHER_FIELDS = OtherFields(UNSUPPORTED, WITHOUT_EFFECT)
+MAX_TTL_S = 31_536_000.0        # of a session: a year
 MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
 
 # Other forms of a number and of a flag, loosely: pydantic reads them, and refuses what is none.
@@ -193,6 +194,7 @@ Prompt = Annotated[Any, documented_as(*_ONE_PROMPT, list_of({"anyOf": list(_ONE_
 Content = Annotated[Any, AfterValidator(_checked_content), documented_as({"type": "string"}, list_of(_PART), NULL)]
 TokenIds = Annotated[Any, documented_as(list_of(_TOKEN), NULL)]
 Salt = Annotated[str | None, documented_as(TEXT, NULL)]
+SessionId = Annotated[str | None, documented_as(TEXT, NULL)]
 
 
 class OpenAIBody(Body):
@@ -298,6 +300,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int | None, _integer(0)] = None  # 0 with echo
     logprobs: Annotated[int | None, _integer(-1)] = None
     best_of: Annotated[int | None, _integer(1)] = None
+    session_id: SessionId = None
 
 
 class ForkBody(GenerationBody):
@@ -323,6 +326,7 @@ class ChatBody(GenerationBody, TemplateOptions):
     thinking_token_budget: Annotated[int | None, _integer(-1)] = None
     return_prompt_text: Flag = None
     documents: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None
+    session_id: SessionId = None
 
 
 class TokenizeBody(OpenAIBody, TemplateOptions):
@@ -345,3 +349,35 @@ class PrefixBody(OpenAIBody):
 
     prompt: Annotated[Any, documented_as(*_ONE_PROMPT)]
     cache_salt: Salt = None
+
+
+class SessionExtendBody(OpenAIBody, TemplateOptions):
+    """The body of /v1/sessions/{id}/extend: exactly one of prompt, messages and answer_id."""
+
+    prompt: Annotated[Any, documented_as(*_ONE_PROMPT, NULL)] = None
+    messages: Messages | None = None
+    answer_id: Annotated[str | None, documented_as(TEXT, NULL)] = None
+    prompt_index: Annotated[int | None, _integer(0)] = None
+    index: Annotated[int | None, _integer(0)] = None
+    add_special_tokens: Flag = None
+    ttl: Annotated[float | None, _number(0, MAX_TTL_S, above_low=True)] = None
+
+
+class SessionBody(SessionExtendBody):
+    """The body of /v1/sessions: exactly one of prompt, messages, answer_id and restore."""
+
+    restore: Annotated[str | None, documented_as(TEXT, NULL)] = None
+    cache_salt: Salt = None
+
+
+class SessionForkBody(OpenAIBody):
+    """The body of /v1/sessions/{id}/fork."""
+
+    at: Annotated[int | None, _integer(1)] = None
+    ttl: Annotated[float | None, _number(0, MAX_TTL_S, above_low=True)] = None
+
+
+class SessionSaveBody(OpenAIBody):
+    """The body of /v1/sessions/{id}/save."""
+
+    name: str

@@ -34,6 +34,7 @@ from quire.server.api.preparation import (
     sampling_params,
 )
 from quire.server.api.request_bodies import MAX_HTTP_SEED, read_body, request_body
+from quire.server.api.sessions import Session
 from quire.server.apis.completions.chat_response import ChatResponseBuilder
 from quire.server.apis.completions.completion_bodies import (
     MAX_HTTP_TEMPERATURE,
@@ -42,6 +43,7 @@ from quire.server.apis.completions.completion_bodies import (
     CompletionBody,
     ForkBody,
     GenerationBody,
+    SessionExtendBody,
     TokenizeBody,
 )
 from quire.server.apis.completions.kv_transfer import params_of_answer, seed_of, transfer_of
@@ -261,8 +263,9 @@ def _completion_of_fork(service: Service, requests: Sequence[PastRequest], body:
 async def _complete(request: Request, body: CompletionBody, arrival_s: float) -> Response:
     """Answer a completion that arrived at `arrival_s`."""
     service: Service = request.app.state.service
+    session = None if body.session_id is None else request.app.state.sessions.named_by(request, body)
     call, record = _checked_request(request, service, body, "cmpl")
-    prompts = parse_prompts(body.prompt)
+    prompts = [body.prompt] if session is not None and body.prompt in ("", []) else parse_prompts(body.prompt)
     check_num_choices(len(prompts), call.checked.params.n, service.options)
     if call.transfer is not None and len(prompts) > 1:
         invalid(f"kv_transfer_params is of one prompt, got {len(prompts)}", param="kv_transfer_params")
@@ -270,7 +273,10 @@ async def _complete(request: Request, body: CompletionBody, arrival_s: float) ->
     with service.admit(len(prompts), client_id=call.client_id) as reservation:
         check_deadline(service, call)
         await constrain(service, call, constraint_fields(body))
-        await prepare_prompts(service, call, body, prompts)
+        if session is None:
+            await prepare_prompts(service, call, body, prompts)
+        else:
+            await _prepare_continued(service, call, session, prompts)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         tokenizer = service.client.tokenizer
         if body.echo:
@@ -286,12 +292,22 @@ async def _complete(request: Request, body: CompletionBody, arrival_s: float) ->
     return await create_response(request, service, generation, builder)
 
 
+async def _prepare_continued(
+    service: Service, call: OpenAIRequest, session: Session, prompts: list[Prompt]
+) -> None:
+    """Add an engine request for each prompt of a call, behind the tokens of a session."""
+    if call.checked.params.truncate_prompt_tokens is not None:
+        invalid("truncate_prompt_tokens does not go with session_id", param="truncate_prompt_tokens")
+    await prepare(service, call, partial(session.continued, service.client.inputs), prompts)
+
+
 @router.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=_STREAMS)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     arrival_s = time.monotonic()
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody)
+    session = None if body.session_id is None else request.app.state.sessions.named_by(request, body)
     call, record = _checked_request(request, service, body, "chatcmpl")
     check_num_choices(1, call.checked.params.n, service.options)
     record.num_prompts = 1
@@ -302,6 +318,9 @@ async def create_chat_completion(request: Request) -> Response:
             conversation = replace(
                 conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call, body)
             )
+            if session is not None:
+                messages = request.app.state.sessions.messages_of(session, conversation.messages)
+                conversation = replace(conversation, messages=messages)
             shows_reasoning = body.include_reasoning is not False
             await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
@@ -424,7 +443,7 @@ def truncation_of(service: Service, call: OpenAIRequest, body: GenerationBody) -
 
 
 def conversation_of(
-    body: ChatBody | TokenizeBody, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    body: ChatBody | TokenizeBody | SessionExtendBody, messages: Sequence[ChatMessage], tools: Sequence[Tool]
 ) -> ChatPrompt:
     """Return the conversation of a body. InvalidRequestError for variables of the template that are fields."""
     continues = bool(body.continue_final_message)

@@ -136,6 +136,7 @@ class ResponsesBody(Body):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
+    session_id: str | None = None
     conversation: Annotated[Any, documented_as(NULL)] = None
     prompt: Annotated[Any, documented_as(NULL)] = None
     context_management: Annotated[Any, documented_as(list_of({"type": "object"}), NULL)] = None

@@ -5,6 +5,7 @@ Checks run in order of their cost: fields first, then the room in the queue, the
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -65,9 +66,13 @@ async def create_model_response(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     check_stateless(body)
     check_context_edits(body)
+    session = None if body.session_id is None else request.app.state.sessions.named_by(request, body)
     with renamed_fields(_NAMES):
         call = _checked_request(request, service, body)
         conversation = _conversation(service, call)
+        if session is not None:
+            messages = request.app.state.sessions.messages_of(session, conversation.messages, "input")
+            conversation = replace(conversation, messages=messages)
     record = record_of(request.scope)
     record.request_id, record.model, record.stream, record.num_prompts = call.id, call.model, call.stream, 1
     body.input = None       # the conversation has it by now

@@ -1,0 +1,219 @@
+"""KVSessions: the keys and values of saved sessions, each in a small store of its own.
+
+A session is saved by copying the blocks of a pin, between two steps and for a bounded time in each, as the disk tier
+copies its own. To restore one, its store becomes a source of loads: the request that computes its tokens again loads
+from it as from the tier, so a block that is spoilt is computed. Files are opened and closed in a thread.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.cache.disk_tier import DiskTier, scope_text
+from quire.cache.loads import Loads
+from quire.cache.manager import KVCacheManager
+from quire.cache.pins import PinnedTable
+from quire.cache.prefix_tree import as_bytes
+from quire.cache.stored_blocks import StoredBlocks
+from quire.core.arrays import Array
+from quire.core.errors import ConfigError
+from quire.core.kv_identity import NO_PARENT, KVIdentity, StoredBlock
+from quire.engine.kv_disk import KVDisk
+from quire.engine.messages import SessionBlocks
+
+if TYPE_CHECKING:
+    from quire.execution.kv_store import KVStore
+
+OnEnd = Callable[[SessionBlocks], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """A pin that is being copied: `num_begun` blocks were, `num_ended` of them are on the disk."""
+
+    pin_id: int
+    pin: PinnedTable
+    opening: "Future[KVStore]"
+    on_end: OnEnd
+    num_blocks: int
+    num_begun: int = 0
+    num_ended: int = 0
+    closing: "Future[None] | None" = None
+
+
+class _Opening(NamedTuple):
+    """A saved session with a store that is being opened."""
+
+    folder: Path
+    opening: "Future[KVStore]"
+    on_end: OnEnd
+
+
+class KVSessions:
+    """Saves and restores of one engine. Methods belong to the engine's thread, between two steps."""
+
+    def __init__(
+        self, disk: KVDisk, loads: Loads, cache: KVCacheManager, tensors: Sequence[Array], identity: KVIdentity
+    ) -> None:
+        self._disk, self._loads, self._cache, self._size = disk, loads, cache, cache.block_size
+        self._tensors, self._identity = tensors, identity
+        self._files = ThreadPoolExecutor(1, "kv-sessions")
+        self._saves: list[_Save] = []
+        self._openings: list[_Opening] = []
+        self._restored: dict[Path, KVDisk] = {}
+        self._closing: list[KVDisk] = []        # their last reads are under way
+
+    @property
+    def num_left(self) -> int:
+        """Count what an idle engine goes on with: saves, stores to open, and stores to close."""
+        return len(self._saves) + len(self._openings) + len(self._closing)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether `step` has anything to do."""
+        return self.num_left > 0 or bool(self._restored)
+
+    @property
+    def reading(self) -> KVDisk | None:
+        """A session's store from which blocks are being read."""
+        return next((each for each in self._restored.values() if each.is_reading), None)
+
+    def save(self, pin_id: int, folder: Path, on_end: OnEnd) -> None:
+        """Copy the full blocks of a pin into a store in a folder, which is made; `on_end` is called once."""
+        pin = self._cache.pins.get(pin_id)
+        if pin is None:
+            return on_end(SessionBlocks(code="gone", message="the session's prefix is pinned no more"))
+        num_blocks = len(pin.token_ids) // self._size
+        if not num_blocks:
+            return on_end(SessionBlocks(identity=self._identity.as_json()))
+        opening = self._files.submit(self._open, folder, num_blocks)
+        self._saves.append(_Save(pin_id, pin, opening, on_end, num_blocks))
+        return None
+
+    def open(self, folder: Path, num_tokens: int, identity: str, on_end: OnEnd) -> None:
+        """Load from the store of a saved session until it is closed, unless it is of another identity."""
+        try:
+            difference = self._identity.first_difference(KVIdentity(**json.loads(identity)))
+        except (ValueError, TypeError) as error:
+            return on_end(SessionBlocks(code="unusable", message=f"its identity cannot be read: {error}"))
+        if difference is not None:
+            return on_end(SessionBlocks(code="incompatible", message=f"this engine has {difference}"))
+        num_blocks = num_tokens // self._size
+        if not num_blocks:
+            return on_end(SessionBlocks(identity=identity))
+        self._openings.append(_Opening(folder, self._files.submit(self._open, folder, num_blocks), on_end))
+        return None
+
+    def close_session(self, folder: Path) -> None:
+        """Load no more from the store of a session."""
+        for each in [each for each in self._openings if each.folder == folder]:
+            self._openings.remove(each)
+            each.opening.add_done_callback(_close)
+        restored = self._restored.pop(folder, None)
+        if restored is not None:
+            self._loads.give_back(restored.tier)
+            self._loads.sessions.remove(restored.tier)
+            self._closing.append(restored)
+
+    def step(self, most_s: float) -> None:
+        """Go on with what is under way: blocks are copied for so long, one at least."""
+        for opening in [each for each in self._openings if each.opening.done()]:
+            self._openings.remove(opening)
+            self._add_source(opening)
+        for disk in (*self._restored.values(), *self._closing):
+            disk.step()
+        for disk in [each for each in self._closing if not each.is_reading]:
+            self._closing.remove(disk)
+            self._disk.count_reads_of(disk)
+            self._files.submit(disk.close_store)
+        until_s = time.perf_counter() + most_s
+        for save in list(self._saves):
+            try:
+                ended = self._advance(save, until_s)
+            except (OSError, ConfigError) as error:
+                ended = SessionBlocks(code="unusable", message=str(error))
+            if ended is not None:
+                self._end(save, ended)
+                break       # what follows is copied after the next step
+
+    def close(self) -> None:
+        """Give up all that is under way; what waits for it is answered."""
+        for save in list(self._saves):
+            self._end(save, SessionBlocks(code="unusable", message="the engine is closed"))
+        for each in list(self._openings):
+            self.close_session(each.folder)
+            each.on_end(SessionBlocks(code="unusable", message="the engine is closed"))
+        for folder in list(self._restored):
+            self.close_session(folder)
+        while self._closing:
+            self._closing.pop().close_store()
+        self._files.shutdown()
+
+    def _open(self, folder: Path, num_blocks: int) -> "KVStore":
+        """Open the store of a session, in the thread of files."""
+        from quire.execution.kv_store import KVStore  # noqa: PLC0415 (needs the extension)
+
+        return KVStore.open_alone(folder, num_blocks, self._tensors, self._size, self._identity)
+
+    def _advance(self, save: _Save, until_s: float) -> SessionBlocks | None:
+        """Copy the next blocks of a save; return what has become of it once it is over."""
+        if not save.opening.done():
+            return None
+        store = save.opening.result()
+        if save.closing is not None:
+            if not save.closing.done():
+                return None
+            save.closing.result()
+            return SessionBlocks(save.num_blocks, store.num_bytes, self._identity.as_json())
+        save.num_ended += len(store.finished())
+        if store.failure is not None:
+            raise store.failure
+        if self._cache.pins.get(save.pin_id) is not save.pin:
+            return SessionBlocks(code="gone", message="the session's prefix was unpinned while it was saved")
+        self._copy(save, store, until_s)
+        if save.num_ended == save.num_blocks:
+            save.closing = self._files.submit(store.close)
+        return None
+
+    def _copy(self, save: _Save, store: "KVStore", until_s: float) -> None:
+        """Copy blocks, one at least, until the time is over or the store has no room for more."""
+        pin, scope = save.pin, store.scope_key(scope_text(save.pin.scope))
+        while save.num_begun < save.num_blocks:
+            slot = save.num_begun
+            tokens = as_bytes(pin.token_ids[slot * self._size : (slot + 1) * self._size])
+            block = StoredBlock(slot, slot - 1 if slot else NO_PARENT, tokens, scope)
+            if not store.begin_write(block, pin.table.columns[slot]):
+                return
+            save.num_begun += 1
+            if time.perf_counter() > until_s:
+                return
+
+    def _end(self, save: _Save, ended: SessionBlocks) -> None:
+        self._saves.remove(save)
+        if save.closing is None:
+            save.opening.add_done_callback(_close)
+        save.on_end(ended)
+
+    def _add_source(self, opening: _Opening) -> None:
+        """Make the store of a session a source of loads."""
+        try:
+            store = opening.opening.result()
+        except (OSError, ConfigError) as error:
+            return opening.on_end(SessionBlocks(code="unusable", message=str(error)))
+        stored = StoredBlocks(store.num_slots, self._size)
+        stored.recover(store.recovered)
+        tier = DiskTier(self._cache, stored, store.scope_key)
+        tier.counts = self._disk.tier.counts
+        self._loads.sessions.append(tier)
+        self._restored[opening.folder] = KVDisk(self._loads, tier, store)
+        return opening.on_end(SessionBlocks(len(stored), store.num_bytes, self._identity.as_json()))
+
+
+def _close(opened: "Future[KVStore]") -> None:
+    """Close a store that is not used after all."""
+    if opened.exception() is None:
+        opened.result().close()

@@ -1,0 +1,153 @@
+"""Sessions of an LLM: continued, forked, saved, and restored by another engine, with the bits of a computation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.core.errors import ConfigError, InvalidRequestError, SessionError, UnknownPrefixError
+from quire.engine.messages import SessionBlocks
+from quire.kernels.cpp.isas import usable_isas
+from support.answers import answers_of
+
+pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+
+TOKENS = [3 + number * 7 % 280 for number in range(100)]
+MORE = [9, 8, 7]
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
+SIZES: dict[str, Any] = {"num_kv_blocks": 64, "max_num_seqs": 4, "max_model_len": 256}
+
+
+def answer(llm: LLM, prompt: Any) -> Any:  # noqa: ANN401 (a prompt; an answer to compare)
+    (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    return answers_of(output)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:  # noqa: ANN401
+    with LLM(**SIZES) as llm:
+        return answer(llm, {"prompt_token_ids": TOKENS + MORE})
+
+
+def saved(directory: Path, name: str = "one", salt: str | None = None, **settings: Any) -> None:  # noqa: ANN401
+    with LLM(kv_disk_dir=directory, kv_disk_write_policy="reused", **SIZES | settings) as llm:
+        prompt: dict[str, Any] = {"prompt_token_ids": TOKENS} | ({} if salt is None else {"cache_salt": salt})
+        llm.create_session(prompt).save(name)  # type: ignore[arg-type]
+
+
+def test_session_is_continued_extended_forked_and_deleted(expected: Any) -> None:  # noqa: ANN401
+    with LLM(**SIZES) as llm:
+        session = llm.create_session({"prompt_token_ids": TOKENS[:50]})
+        session.extend(TOKENS[50:])
+        assert (session.num_tokens, session.token_ids) == (100, TOKENS)
+        assert answer(llm, session.prompt(MORE)) == expected
+        forked = session.fork(40)
+        with pytest.raises(InvalidRequestError, match="at must be an integer from 1 to 100, got 101"):
+            session.fork(101)
+        session.delete()
+        assert forked.token_ids == TOKENS[:40]
+        with pytest.raises(UnknownPrefixError):
+            session.delete()
+        forked.delete()
+        llm._engine.engine.scheduler.check()
+        assert llm.kv_stats().used_blocks == 0
+
+
+def test_restored_session_has_the_bits_of_a_computation(tmp_path: Path, expected: Any) -> None:  # noqa: ANN401
+    saved(tmp_path)
+    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+        assert llm.saved_sessions() == ["one"]
+        session = llm.restore_session("one")
+        engine = llm._engine.engine
+        assert engine.disk.stats()["loaded_blocks"] == 6
+        assert answer(llm, session.prompt(MORE)) == expected
+        session.delete()
+        engine.scheduler.check()
+        assert not engine.scheduler.cache.loads.sessions, "its store is no source any more"
+        llm.delete_saved_session("one")
+        with pytest.raises(SessionError, match="there is no saved session 'one'"):
+            llm.restore_session("one")
+
+
+def test_engines_of_their_own_processes_restore_where_the_request_runs(
+    tmp_path: Path, expected: Any  # noqa: ANN401
+) -> None:
+    saved(tmp_path)
+    with LLM(kv_disk_dir=tmp_path, data_parallel_size=2, **SIZES) as llm:
+        sessions = [llm.restore_session("one") for _ in range(2)]
+        assert llm.kv_stats().disk["loaded_blocks"] >= 6
+        assert [answer(llm, each.prompt(MORE)) for each in sessions] == [expected] * 2
+        sessions[1].save("two")
+        assert llm.saved_sessions() == ["one", "two"]
+
+
+@pytest.mark.parametrize(("settings", "differs"), [
+    ({"dtype": "bfloat16"}, "weights"), ({"kv_cache_dtype": "int8_per_token_head"}, "kv_dtype"),
+    ({"block_size": 32}, "block_size"), ({"cpu_isa": "portable"}, "arithmetic"),
+], ids=["dtype", "kv_dtype", "block_size", "arithmetic"])  # fmt: skip
+def test_what_differs_is_named(tmp_path: Path, settings: dict[str, Any], differs: str) -> None:
+    saved(tmp_path, dtype="float32")
+    with LLM(kv_disk_dir=tmp_path, **SIZES | {"dtype": "float32"} | settings) as llm:
+        with pytest.raises(SessionError, match=f"cannot be restored: this engine has {differs} ") as failure:
+            llm.restore_session("one")
+        assert failure.value.code == "session_incompatible"
+        llm._engine.engine.scheduler.check()
+        assert llm.kv_stats().used_blocks == 0
+
+
+def test_another_salt_or_adapter_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, salt="mine")
+    with LLM(kv_disk_dir=tmp_path, enable_lora=True, **SIZES) as llm:
+        for salt in (None, "yours"):
+            with pytest.raises(SessionError, match="another cache_salt"):
+                llm.restore_session("one", cache_salt=salt)
+        assert llm.restore_session("one", cache_salt="mine").num_tokens == 100
+
+
+def test_session_that_ends_while_it_is_saved_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+        session = llm.create_session({"prompt_token_ids": TOKENS})
+        sessions = llm._engine.engine.disk.sessions
+        copy = sessions._copy
+
+        def unpin_and_copy(*given: Any) -> None:  # noqa: ANN401
+            copy(*given)
+            llm._engine.engine.abort(-1)
+
+        monkeypatch.setattr(sessions, "_copy", unpin_and_copy)
+        with pytest.raises(SessionError, match="unpinned while it was saved") as failure:
+            session.save("one")
+        assert failure.value.code == "session_gone"
+        assert llm.saved_sessions() == []
+        assert not [*tmp_path.glob("sessions/*/.*")]
+
+
+def test_disk_that_is_full_saves_nothing_and_serves_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any  # noqa: ANN401
+) -> None:
+    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+        session = llm.create_session({"prompt_token_ids": TOKENS})
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(llm._engine.engine.disk.sessions, "_open", full)
+        with pytest.raises(SessionError, match="No space left on device") as failure:
+            session.save("one")
+        assert failure.value.code == "session_not_saved"
+        assert llm.saved_sessions() == []
+        assert answer(llm, session.prompt(MORE)) == expected
+
+
+def test_save_is_answered_when_the_engine_closes(tmp_path: Path) -> None:
+    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+        llm.create_session({"prompt_token_ids": TOKENS})
+        ended = list[SessionBlocks]()
+        llm._engine.engine.disk.sessions.save(-1, tmp_path / "x", ended.append)
+    assert [each.code for each in ended] == ["unusable"]
+
+
+def test_sessions_without_a_folder_are_not_saved() -> None:
+    with LLM(**SIZES) as llm, pytest.raises(ConfigError, match="kv_disk_dir"):
+        llm.create_session({"prompt_token_ids": TOKENS}).save("one")
