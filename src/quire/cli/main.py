@@ -33,6 +33,7 @@ SUMMARIES = {
     "plan": "Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds.",
     "simulate": "Serve on a virtual clock: throughput, latencies, goodput, KV use, cost, and what would bind.",
     "pack": "Pack a model's weights into a file, from which engines on CPUs start sooner.",
+    "session": "Make, export and import saved sessions: the keys and values of prompts, for servers to restore.",
     "deploy": (
         "Deploy a model on a Ray cluster: replicas that scale, are upgraded one by one, and replaced when they die."
     ),

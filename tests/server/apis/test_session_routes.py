@@ -242,6 +242,42 @@ def test_restart_restores_a_session_from_its_own_blocks(demo_model: Path, saved:
         restarted.wait_until(restarted.is_idle)
 
 
+def test_slots_speak_llama_cpps_json(demo_model: Path, tmp_path: Path) -> None:
+    engine = options(demo_model, tmp_path / "kv")
+    with openai_server(engine, max_pinned_share=1.0) as server:
+        session = server.ask(SESSIONS, prompt=TOKENS)
+        assert session["id_slot"] == 0
+        assert server.ask(SESSIONS, prompt=[8, 9])["id_slot"] == 1
+        saved = server.ask("/slots/0?action=save", filename="slot.bin")
+        assert saved.keys() == {"id_slot", "filename", "n_saved", "n_written", "timings"}
+        assert (saved["id_slot"], saved["filename"], saved["n_saved"]) == (0, "slot.bin", 75)
+        assert saved["timings"]["save_ms"] > 0
+        whole = answer(server, prompt=[*TOKENS, 9, 8, 7])
+        assert server.ask("/slots/0?action=erase") == {"id_slot": 0, "n_erased": 75}
+        assert server.ask(SESSIONS, prompt=[7, 7])["id_slot"] == 0, "the lowest that is free"
+        for slot, action, status, param in (
+            (5, "save", 404, "id_slot"), (64, "save", 400, "id_slot"), ("x", "save", 400, "id_slot"),
+            (0, "move", 400, "action"), (0, "restore", 400, "filename"),
+        ):  # fmt: skip
+            body = {} if param == "filename" else {"filename": "a"}
+            assert server.refusal(f"/slots/{slot}?action={action}", **body)[1]["param"] == param
+            assert server.http.post(f"/slots/{slot}?action={action}", json=body).status_code == status
+        assert server.refusal("/slots/0?action=restore", filename="b")[0] == 404
+    with openai_server(engine, max_pinned_share=1.0) as restarted:
+        restored = restarted.ask("/slots/3?action=restore", filename="slot.bin")
+        assert restored.keys() == {"id_slot", "filename", "n_restored", "n_read", "timings"}
+        assert (restored["id_slot"], restored["n_restored"]) == (3, 75)
+        assert restored["n_read"] > 0
+        (session,) = restarted.http.get(SESSIONS).json()["data"]
+        assert session["id_slot"] == 3
+        assert answer(restarted, prompt=[9, 8, 7], session_id=session["id"]) == whole
+        restarted.ask("/slots/3?action=restore", filename="slot.bin")
+        (again,) = restarted.http.get(SESSIONS).json()["data"]
+        assert again["id"] != session["id"]
+        assert restarted.ask("/slots/3?action=erase")["n_erased"] == 75
+        restarted.wait_until(restarted.is_idle)
+
+
 def test_session_of_another_engine_is_refused_by_the_field_that_differs(demo_model: Path, saved: Path) -> None:
     with openai_server(options(demo_model, saved, dtype="bfloat16"), api_key=("first",)) as other:
         other.http.headers.update(FIRST)

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import tarfile
 import time
 from array import array
 from collections.abc import Iterator
@@ -187,6 +188,38 @@ class SavedSessions:
             raise SessionError(f"there is no saved session {shown(name)}", "session_not_found", param="name") from None
         _delete(gone)
 
+    def export(self, owner: str, name: str, output: Path) -> int:
+        """Write a session into a tar file; return its bytes. SessionError as `read`, OSError if it cannot be written.
+        """
+        _, folder = self.read(owner, name)
+        with tarfile.open(output, "w", format=tarfile.PAX_FORMAT) as archive:
+            for file in SESSION_FILES:
+                if (folder / file).exists() and file != "lock":
+                    archive.add(folder / file, arcname=file, recursive=False)
+        return output.stat().st_size
+
+    def import_file(self, owner: str, name: str, file: Path, max_bytes: int) -> SavedSession:
+        """Read a session that `export` has written, as one of an owner. SessionError if it is none, or too large.
+
+        What is read are regular files of the names of a session alone; its description has to be whole.
+        """
+        check_name(name)
+        unfinished = self.begin(owner)
+        try:
+            _extract(file, private_folder(unfinished), max_bytes)
+            saved = replace(_read_header(unfinished), name=name)
+            (unfinished / HEADER).unlink()
+            self.commit(unfinished, saved)
+        except (tarfile.TarError, OSError, ValueError, TypeError, EOFError) as error:
+            self.discard(unfinished)
+            if isinstance(error, SessionError):
+                raise
+            raise SessionError(f"{file} is not read as a session: {error}", "session_unreadable") from error
+        except BaseException:
+            self.discard(unfinished)
+            raise
+        return saved
+
     def use(self, owner: str | None, but_owner: str, but_name: str) -> tuple[int, int]:
         """Return how many sessions an owner (None: all) has saved, and their bytes; one of an owner is left out."""
         owners = [path.name for path in _entries(self._root) if path.is_dir()] if owner is None else [owner]
@@ -203,6 +236,22 @@ class SavedSessions:
         for path in _entries(folder):
             if path.name.startswith(_UNFINISHED) and not _is_alive(path.name.removeprefix(_UNFINISHED)):
                 _delete(path)
+
+
+def _extract(file: Path, folder: Path, max_bytes: int) -> None:
+    """Copy the files of a session out of a tar file. ValueError for anything else in it, or too many bytes."""
+    left = max_bytes
+    with tarfile.open(file, "r:") as archive:
+        for member in archive:
+            if not member.isreg() or member.name not in SESSION_FILES or (folder / member.name).exists():
+                raise ValueError(f"it has {shown(member.name)}, which is no file of a session")
+            left -= member.size
+            if left < 0:
+                raise ValueError(f"it has more than {max_bytes} bytes (max_size)")
+            source = archive.extractfile(member)
+            assert source is not None, "a regular file"
+            with os.fdopen(_create(folder / member.name), "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
 
 
 def _is_alive(text: str) -> bool:
@@ -247,6 +296,9 @@ def _delete(folder: Path) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(file, "wb") as opened:
+    with os.fdopen(_create(path), "wb") as opened:
         opened.write(content)
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -10,6 +10,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,7 @@ class Session:
     messages: list[dict[str, Any]] | None
     prefix: PinnedPrefix
     created: int
+    slot: int = -1      # the number of an open session among those of its key; they are reused
 
     def continued(self, inputs: InputProcessor, prompt: Any) -> TokenizedPrompt:  # noqa: ANN401 (JSON)
         """Return the session's tokens, and those of a prompt behind them, which may be empty."""
@@ -144,8 +146,25 @@ class Sessions:
         return Session(session_id, key_number, model, prompt, messages, computed.prefix, int(time.time())), computed
 
     def add(self, session: Session) -> None:
-        """Open a session."""
+        """Open a session. It gets the lowest number that no other of its key has."""
+        taken = {each.slot for each in self.of_key(session.key_number)}
+        session.slot = next(slot for slot in count() if slot not in taken)
         self._open[session.id] = session
+
+    def in_slot(self, slot: int, key_number: int) -> Session:
+        """Return the open session of a key that has a number. SessionError if it has none."""
+        found = next((each for each in self.of_key(key_number) if each.slot == slot), None)
+        if found is None:
+            raise SessionError(f"there is no session in slot {slot}", "session_not_found", param="id_slot")
+        return found
+
+    async def put_in_slot(self, session: Session, slot: int) -> None:
+        """Open a session with a number, in the place of the one that has it."""
+        before = next((each for each in self.of_key(session.key_number) if each.slot == slot), None)
+        session.slot = slot
+        self._open[session.id] = session
+        if before is not None:
+            await self.delete(before)
 
     async def replace(self, session: Session, computed: Session) -> None:
         """Give a session the tokens of another, which is not open; what it had pinned is unpinned."""

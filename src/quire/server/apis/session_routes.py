@@ -1,11 +1,13 @@
-"""Routes of sessions: create, extend, fork, save, restore, list, delete."""
+"""Routes of sessions: create, extend, fork, save, restore, list, delete; and llama.cpp's of slots."""
 
+import re
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from msgspec.json import encode
 
 from quire.core.checks import check_float, check_int, refuse
@@ -23,6 +25,7 @@ from quire.server.apis.completions.completion_bodies import (
     SessionExtendBody,
     SessionForkBody,
     SessionSaveBody,
+    SlotBody,
 )
 from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import ApiError, invalid
@@ -147,6 +150,42 @@ async def delete_saved_session(request: Request, name: _Name) -> Response:
     return json_response({"name": name, "object": "session.deleted", "deleted": True})
 
 
+@router.post("/slots/{id_slot}", openapi_extra=request_body(SlotBody))
+async def move_slot(
+    request: Request,
+    id_slot: Annotated[str, Path(description="number of the session among those of the key: its id_slot")],
+    action: Annotated[str, Query(description="save, restore or erase", examples=["save"])] = "",
+) -> Response:
+    """Save a session, restore one or end one, by its number, as llama.cpp's server does."""
+    service, sessions = _of(request)
+    started_s, key_number = time.monotonic(), request.scope[KEY_NUMBER]
+    most = service.options.max_pinned_prefixes - 1
+    slot = check_int("id_slot", int(id_slot) if re.fullmatch("[0-9]{1,6}", id_slot) else id_slot, 0, most)
+    if action not in ("save", "restore", "erase"):
+        refuse("action", action, "save, restore or erase")
+    body = await read_body(request, SlotBody)
+    if action == "erase":
+        session = sessions.in_slot(slot, key_number)
+        await service.responses.run(sessions.delete(session), request.scope, request.receive)
+        return json_response({"id_slot": slot, "n_erased": len(session.prompt.token_ids)})
+    if body.filename is None:
+        invalid(f"filename is missing: {action} needs the name of a saved session", param="filename")
+    described: dict[str, Any] = {"id_slot": slot, "filename": body.filename}
+    if action == "save":
+        session = sessions.in_slot(slot, key_number)
+        saving = sessions.save(session, body.filename)
+        num_bytes = await service.responses.run(saving, request.scope, request.receive)
+        described |= {"n_saved": len(session.prompt.token_ids), "n_written": num_bytes}
+    else:
+        salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
+        session, computed = await sessions.restore(request, body.filename, body.model, salt, service.options.pin_ttl)
+        await sessions.put_in_slot(session, slot)
+        num_read = computed.num_disk_tokens * service.client.ready.kv_bytes_per_token
+        described |= {"n_restored": len(session.prompt.token_ids), "n_read": num_read}
+    taken_ms = 1000 * (time.monotonic() - started_s)
+    return json_response(described | {"timings": {f"{action}_ms": round(taken_ms, 3)}})
+
+
 def _of(request: Request) -> tuple[Service, Sessions]:
     state = request.app.state
     return state.service, state.sessions
@@ -236,8 +275,8 @@ def _model_of(service: Service, past: PastRequest) -> str:
 
 def _described(session: Session, computed: ComputedPin | None = None) -> dict[str, Any]:
     described = {
-        "id": session.id, "object": "session", "model": session.model, "created": session.created,
-        "expires": session.prefix.expires, "num_tokens": len(session.prompt.token_ids),
+        "id": session.id, "object": "session", "id_slot": session.slot, "model": session.model,
+        "created": session.created, "expires": session.prefix.expires, "num_tokens": len(session.prompt.token_ids),
         "num_messages": None if session.messages is None else len(session.messages),
     }
     if computed is not None:

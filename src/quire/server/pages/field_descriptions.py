@@ -44,6 +44,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "embedding_types": ("Forms of the vectors: float, base64, binary, ubinary.", ["float"]),
     "enable_response_messages": ("Return the rendered prompt and the output with its markers, too.", False),
     "encoding_format": ("Vectors as lists of numbers, or as base64 of little-endian float32.", "float"),
+    "filename": ("Name of the saved session, as name.", "handbook"),
     "frequency_penalty": ("Taken off a token's logit once for each time that the answer has it.", 0.0),
     "guided_choice": ("Earlier name of structured_outputs.choice: the answer is one of these.", ["yes", "no"]),
     "guided_grammar": ("Earlier name of structured_outputs.grammar: Lark or GBNF.", 'start: "yes" | "no"'),

@@ -381,3 +381,10 @@ class SessionSaveBody(OpenAIBody):
     """The body of /v1/sessions/{id}/save."""
 
     name: str
+
+
+class SlotBody(OpenAIBody):
+    """The body of /slots/{id_slot}, llama.cpp's."""
+
+    filename: Annotated[str | None, documented_as(TEXT, NULL)] = None
+    cache_salt: Salt = None
