@@ -482,6 +482,9 @@ _ENGINE = (
     *refused("a flag of SGLang: keep blocks on a disk by `--kv-disk-dir`, `--kv-disk-size`, `--kv-disk-write-policy`",
              switch("enable_hierarchical_cache"), real("hicache_ratio"), real("hicache_size"),
              text("hicache_write_policy"), text("hicache_storage_backend"), text("hicache_storage_prefetch_policy")),
+    *refused("what is dropped depends on the request, so no block could be shared, stored or restored "
+             "(docs/related-work.md); a cache of 8 bits takes half the memory: `--kv-cache-dtype int8_per_token_head`",
+             text("kv_compression")),
 )
 _SERVER = (
     renamed(switch("disable_log_requests"), "log_requests", "0", values.share_unless),

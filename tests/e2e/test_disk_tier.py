@@ -12,11 +12,13 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
 from quire.core.plan import StepResult
 from quire.kernels.cpp.isas import usable_isas
+from support.answers import answers_of
 from support.server import ServerProcess, running_server
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
 PROMPT = [3 + number * 7 % 280 for number in range(100)]
+LIMIT_S = 120.0
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
 
 
@@ -62,6 +64,27 @@ def test_engine_that_has_slept_finds_what_it_had_computed(tmp_path: Path) -> Non
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
     assert [(each.token_ids, each.logprobs) for each in output.outputs] == expected
     assert output.num_cached_tokens == 96
+
+
+def test_engines_find_after_a_restart_what_any_of_them_has_stored(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"kv_disk_dir": tmp_path, "data_parallel_size": 2, "num_kv_blocks": 64, "max_num_seqs": 4}
+    prompts = [[number + 2 + place * 7 % 250 for place in range(100)] for number in range(4)]
+
+    def outputs(llm: LLM, order: list[list[int]]) -> list[Any]:
+        return [llm.generate([{"prompt_token_ids": each}], GREEDY, use_tqdm=False)[0] for each in order]
+
+    with LLM(**sizes) as llm:
+        expected = [answers_of(each) for each in outputs(llm, prompts)]
+        until_s = time.monotonic() + LIMIT_S
+        while llm.kv_stats().disk["written_blocks"] < 24:
+            assert time.monotonic() < until_s
+    assert len([*tmp_path.glob("*/[01]/blocks")]) == 2
+    for order in (1, -1):       # routed to one engine each time, and to the other
+        with LLM(**sizes) as llm:
+            found = outputs(llm, prompts[::order])[::order]
+            assert [each.num_cached_tokens for each in found] == [96] * 4
+            assert [answers_of(each) for each in found] == expected
+            assert llm.kv_stats().disk["bad_blocks"] == 0
 
 
 def test_salts_are_apart_on_the_disk(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_restored_session_has_the_bits_of_a_computation(tmp_path: Path, expected
         assert answer(llm, session.prompt(MORE)) == expected
         session.delete()
         engine.scheduler.check()
-        assert not engine.scheduler.cache.loads.sessions, "its store is no source any more"
+        assert not engine.scheduler.cache.loads.others, "its store is no source any more"
         llm.delete_saved_session("one")
         with pytest.raises(SessionError, match="there is no saved session 'one'"):
             llm.restore_session("one")

@@ -61,7 +61,7 @@ class StoredLoad(KVLoad):
         counts = self.source.counts
         counts.num_loaded += num_whole if is_used else 0
         if num_whole < stop - start:
-            counts.num_bad += 1
+            counts.num_bad += not self.source.is_written_over
             self.source.stored.remove(self.path[start + num_whole])
 
     def release(self) -> None:
@@ -204,6 +204,7 @@ class DiskTier:
         self.counts = TierCounts()
         self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy)
         self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
+        self.is_written_over = False               # by another engine: what is not as it was is not spoilt
         self.is_stalled = False                    # set by the caller: reads do not return, so none is begun
 
     @property

@@ -112,7 +112,7 @@ class Loads:
         self.disk: DiskTier | None = None
         self.peers: LoadSource | None = None
         self.tickets: Tickets | None = None
-        self.sessions: list[DiskTier] = []        # stores of saved sessions that are being restored
+        self.others: list[DiskTier] = []          # of sessions that are being restored, and of other engines
         self._loads: dict[int, KVLoad] = {}       # request id: until the request is admitted or ends
         self._looked_up = set[int]()              # waiting requests that load nothing more
         self._behind: dict[int, KVLoad] = {}      # waiting requests, and the load that each waits for
@@ -134,7 +134,7 @@ class Loads:
 
         A request loads once between two admissions. While others load the same, it waits for them, and looks again.
         """
-        source: LoadSource | None = self._longest(wanted) if self.sessions else self.disk
+        source: LoadSource | None = self._longest(wanted) if self.others else self.disk
         if wanted.transfer is not None:
             source = self.peers
         request_id, num_found = wanted.request_id, len(match.blocks)
@@ -167,7 +167,7 @@ class Loads:
     def _longest(self, wanted: Wanted) -> "DiskTier | None":
         """Return the store with the longest run of a request's tokens, the disk's if others have no more."""
         longest, most = self.disk, 0
-        for source in (self.disk, *self.sessions):
+        for source in (self.disk, *self.others):
             load = None if source is None or not source.is_ready else source.find(wanted, 0)
             if load is not None and load.num_blocks > most:
                 longest, most = source, load.num_blocks
@@ -288,7 +288,7 @@ class Loads:
         for load in self._loads.values():
             assert load.first <= load.num_filled <= load.num_begun <= load.num_blocks, f"{load}"
         yield
-        for tier in self.sessions if self.disk is None else (self.disk, *self.sessions):
+        for tier in self.others if self.disk is None else (self.disk, *self.others):
             yield from tier.checking()
         if self.tickets is not None:
             yield from self.tickets.checking()

@@ -125,7 +125,7 @@ class RayClient(SingleEngine):
         """Load nothing: replicas have no disk of their own."""
         return SessionBlocks(code="unusable", message="replicas keep nothing on a disk")
 
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Do nothing: nothing is loaded."""
 
     async def read_adapter(self, folder: str) -> Adapter:

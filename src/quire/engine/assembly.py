@@ -307,7 +307,13 @@ def open_disk(
     loads = loads_of(cache, kv)
     loads.disk = DiskTier(cache, stored, store.scope_key, options.kv_disk_write_policy)
     disk = KVDisk(loads, loads.disk, store)
-    disk.sessions = KVSessions(disk, loads, cache, kv.tensors, identity)
+    disk.sessions = KVSessions(disk, cache, kv.tensors, identity)
+    for other in store.others(kv.tensors, cache.block_size) if options.data_parallel_size > 1 else ():
+        stored = StoredBlocks(other.num_slots, cache.block_size)
+        stored.recover(other.recovered)
+        tier = DiskTier(cache, stored, other.scope_key)
+        tier.is_written_over = True
+        disk.add_other(tier, other)
     return disk
 
 

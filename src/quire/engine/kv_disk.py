@@ -36,6 +36,7 @@ class KVDisk:
     ) -> None:
         self.tier, self._loads, self._store, self._clock = tier, loads, store, clock
         self._reads = BlockReads[StoredLoad](loads, tier, self._begin_read, store, clock)
+        self.others: list[KVDisk] = []         # stores that are only read: of sessions, and of other engines
         self.sessions: KVSessions | None = None  # None: none are saved
         self.last_step_s = math.inf            # seconds of the engine's last step
         self._num_writing = 0
@@ -63,7 +64,9 @@ class KVDisk:
                 self.tier.is_stalled = True
                 self._loads.give_back(self.tier)
         self._reads.begin()
-        if self.sessions is not None and self.sessions.is_busy:
+        for other in self.others:
+            other.step()
+        if self.sessions is not None and self.sessions.num_left:
             self.sessions.step(min(MAX_COPY_S, COPY_SHARE * self.last_step_s))
         if len(self.tier.writes) and self._num_writing <= self._most_writing:
             self._write(min(MAX_COPY_S, COPY_SHARE * self.last_step_s))
@@ -71,9 +74,22 @@ class KVDisk:
             self._store.forget(self.tier.stored.take_forgotten())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a read or a write has ended; while a session is restored, one of its reads."""
-        restored = None if self.sessions is None else self.sessions.reading
-        (restored or self)._store.wait(timeout_s)
+        """Wait until a read or a write has ended; while one from another store is under way, such a one."""
+        reading = next((other for other in self.others if other.is_reading), self)
+        reading._store.wait(timeout_s)
+
+    def add_other(self, tier: DiskTier, store: "KVStore") -> "KVDisk":
+        """Load from another store as well; its loads are counted with those of this one."""
+        tier.counts = self.tier.counts
+        self._loads.others.append(tier)
+        self.others.append(other := KVDisk(self._loads, tier, store))
+        return other
+
+    def remove_other(self, other: "KVDisk") -> None:
+        """Begin no more loads from another store. Its last reads may be under way."""
+        self._loads.give_back(other.tier)
+        self._loads.others.remove(other.tier)
+        self.others.remove(other)
 
     def count_reads_of(self, other: "KVDisk") -> None:
         """Count the reads of another store that is closed, which has the counts of this tier."""
@@ -147,7 +163,8 @@ class KVDisk:
         if self.sessions is not None:
             self.sessions.close()
         self.drain()
-        self._store.close()
+        for disk in (self, *self.others):
+            disk._store.close()
 
     def close_store(self) -> None:
         """Write what has been copied out, and close the store: another thread may call it as the process ends."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cache.disk_tier import DiskTier, scope_text
-from quire.cache.loads import Loads
 from quire.cache.manager import KVCacheManager
 from quire.cache.pins import PinnedTable
 from quire.cache.prefix_tree import as_bytes
@@ -46,9 +45,9 @@ class _Save:
 
 
 class _Opening(NamedTuple):
-    """A saved session with a store that is being opened."""
+    """A saved session with a store that is being opened for a request."""
 
-    folder: Path
+    request_id: int
     opening: "Future[KVStore]"
     on_end: OnEnd
 
@@ -57,30 +56,20 @@ class KVSessions:
     """Saves and restores of one engine. Methods belong to the engine's thread, between two steps."""
 
     def __init__(
-        self, disk: KVDisk, loads: Loads, cache: KVCacheManager, tensors: Sequence[Array], identity: KVIdentity
+        self, disk: KVDisk, cache: KVCacheManager, tensors: Sequence[Array], identity: KVIdentity
     ) -> None:
-        self._disk, self._loads, self._cache, self._size = disk, loads, cache, cache.block_size
+        self._disk, self._cache, self._size = disk, cache, cache.block_size
         self._tensors, self._identity = tensors, identity
         self._files = ThreadPoolExecutor(1, "kv-sessions")
         self._saves: list[_Save] = []
         self._openings: list[_Opening] = []
-        self._restored: dict[Path, KVDisk] = {}
+        self._restored: dict[int, KVDisk] = {}  # by the id of the request
         self._closing: list[KVDisk] = []        # their last reads are under way
 
     @property
     def num_left(self) -> int:
         """Count what an idle engine goes on with: saves, stores to open, and stores to close."""
         return len(self._saves) + len(self._openings) + len(self._closing)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether `step` has anything to do."""
-        return self.num_left > 0 or bool(self._restored)
-
-    @property
-    def reading(self) -> KVDisk | None:
-        """A session's store from which blocks are being read."""
-        return next((each for each in self._restored.values() if each.is_reading), None)
 
     def save(self, pin_id: int, folder: Path, on_end: OnEnd) -> None:
         """Copy the full blocks of a pin into a store in a folder, which is made; `on_end` is called once."""
@@ -94,29 +83,27 @@ class KVSessions:
         self._saves.append(_Save(pin_id, pin, opening, on_end, num_blocks))
         return None
 
-    def open(self, folder: Path, num_tokens: int, identity: str, on_end: OnEnd) -> None:
-        """Load from the store of a saved session until it is closed, unless it is of another identity."""
+    def open(self, request_id: int, folder: Path, num_tokens: int, identity: str, on_end: OnEnd) -> None:
+        """Load from the store of a saved session, for a request, unless it is of another identity: `close_session`."""
         try:
             difference = self._identity.first_difference(KVIdentity(**json.loads(identity)))
         except (ValueError, TypeError) as error:
             return on_end(SessionBlocks(code="unusable", message=f"its identity cannot be read: {error}"))
         if difference is not None:
             return on_end(SessionBlocks(code="incompatible", message=f"this engine has {difference}"))
-        num_blocks = num_tokens // self._size
-        if not num_blocks:
+        if num_tokens < self._size:
             return on_end(SessionBlocks(identity=identity))
-        self._openings.append(_Opening(folder, self._files.submit(self._open, folder, num_blocks), on_end))
+        self._openings.append(_Opening(request_id, self._files.submit(self._open, folder), on_end))
         return None
 
-    def close_session(self, folder: Path) -> None:
-        """Load no more from the store of a session."""
-        for each in [each for each in self._openings if each.folder == folder]:
+    def close_session(self, request_id: int) -> None:
+        """Load no more from the store that was opened for a request."""
+        for each in [each for each in self._openings if each.request_id == request_id]:
             self._openings.remove(each)
             each.opening.add_done_callback(_close)
-        restored = self._restored.pop(folder, None)
+        restored = self._restored.pop(request_id, None)
         if restored is not None:
-            self._loads.give_back(restored.tier)
-            self._loads.sessions.remove(restored.tier)
+            self._disk.remove_other(restored)
             self._closing.append(restored)
 
     def step(self, most_s: float) -> None:
@@ -124,7 +111,7 @@ class KVSessions:
         for opening in [each for each in self._openings if each.opening.done()]:
             self._openings.remove(opening)
             self._add_source(opening)
-        for disk in (*self._restored.values(), *self._closing):
+        for disk in self._closing:
             disk.step()
         for disk in [each for each in self._closing if not each.is_reading]:
             self._closing.remove(disk)
@@ -145,18 +132,20 @@ class KVSessions:
         for save in list(self._saves):
             self._end(save, SessionBlocks(code="unusable", message="the engine is closed"))
         for each in list(self._openings):
-            self.close_session(each.folder)
+            self.close_session(each.request_id)
             each.on_end(SessionBlocks(code="unusable", message="the engine is closed"))
-        for folder in list(self._restored):
-            self.close_session(folder)
+        for request_id in list(self._restored):
+            self.close_session(request_id)
         while self._closing:
             self._closing.pop().close_store()
         self._files.shutdown()
 
-    def _open(self, folder: Path, num_blocks: int) -> "KVStore":
-        """Open the store of a session, in the thread of files."""
+    def _open(self, folder: Path, num_blocks: int | None = None) -> "KVStore":
+        """Open the store of a session to be written, with so many blocks, or to be read, in the thread of files."""
         from quire.execution.kv_store import KVStore  # noqa: PLC0415 (needs the extension)
 
+        if num_blocks is None:
+            return KVStore.open_read(folder, self._tensors, self._size)
         return KVStore.open_alone(folder, num_blocks, self._tensors, self._size, self._identity)
 
     def _advance(self, save: _Save, until_s: float) -> SessionBlocks | None:
@@ -207,9 +196,7 @@ class KVSessions:
         stored = StoredBlocks(store.num_slots, self._size)
         stored.recover(store.recovered)
         tier = DiskTier(self._cache, stored, store.scope_key)
-        tier.counts = self._disk.tier.counts
-        self._loads.sessions.append(tier)
-        self._restored[opening.folder] = KVDisk(self._loads, tier, store)
+        self._restored[opening.request_id] = self._disk.add_other(tier, store)
         return opening.on_end(SessionBlocks(len(stored), store.num_bytes, self._identity.as_json()))
 
 

@@ -122,15 +122,16 @@ class OpenSession(msgspec.Struct, tag="open_session", array_like=True, frozen=Tr
     """Load from the store of a saved session in `folder` until it is closed, if it has this identity."""
 
     number: int
+    request_id: int     # that is about to be added
     folder: str
     num_tokens: int
-    identity: str   # `KVIdentity.as_json`
+    identity: str       # `KVIdentity.as_json`
 
 
 class CloseSession(msgspec.Struct, tag="close_session", array_like=True, frozen=True):
-    """Load no more from the store of a saved session."""
+    """Load no more from the store of a saved session that was opened for a request."""
 
-    folder: str
+    request_id: int
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):

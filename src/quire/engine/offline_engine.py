@@ -67,7 +67,7 @@ class OfflineEngine(ABC):
         """Let a request that is about to run load from a saved session, until `close_session`."""
 
     @abstractmethod
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""
 
     @abstractmethod
@@ -180,12 +180,13 @@ class LocalEngine(OfflineEngine):
 
     def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
         """Let a request that is about to run load from a saved session, until `close_session`."""
-        return self._move_session(lambda sessions, on_end: sessions.open(folder, num_tokens, identity, on_end))
+        asked = request.request_id, folder, num_tokens, identity
+        return self._move_session(lambda sessions, on_end: sessions.open(*asked, on_end))
 
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""
         if self._assembled is not None:
-            self._sessions.close_session(folder)
+            self._sessions.close_session(request.request_id)
 
     @property
     def _sessions(self) -> KVSessions:

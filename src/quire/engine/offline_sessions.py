@@ -105,7 +105,7 @@ class OfflineSessions:
             raise
         finally:
             if saved is not None:
-                engine.close_session(request, saved[1])
+                engine.close_session(request)
         return engine.pinned.add(request)
 
     def unpin(self, prefix: PinnedPrefix) -> None:

@@ -25,10 +25,13 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class KVFolder(NamedTuple):
-    """A locked folder, and its open files. The lock is held until it is closed, however the process ends."""
+    """A locked folder, and its open files. The lock is held until it is closed, however the process ends.
+
+    `lock` is None for a folder that is only read, such as that of another engine.
+    """
 
     path: Path
-    lock: int
+    lock: int | None
     index_file: int
     blocks_file: int
     key: bytes     # random, of this folder
@@ -40,9 +43,11 @@ class KVFolder(NamedTuple):
 
     def close(self) -> None:
         """Close the files, and unlock the folder."""
-        os.utime(self.lock)
+        if self.lock is not None:
+            os.utime(self.lock)
         for file in (self.index_file, self.blocks_file, self.lock):
-            os.close(file)
+            if file is not None:
+                os.close(file)
 
 
 def open_folder(directory: Path, identity: KVIdentity, index_bytes: int, blocks_bytes: int) -> KVFolder:
@@ -57,6 +62,30 @@ def open_folder(directory: Path, identity: KVIdentity, index_bytes: int, blocks_
         if found is not None:
             return found
     raise OSError(f"{own}: {MAX_FOLDERS} engines use it already")
+
+
+def open_others(own: KVFolder) -> list[KVFolder]:
+    """Open the other folders of an identity for reading, in use or not; those that cannot be read are left out."""
+    paths = sorted(_folders_named(own.path.parent, re.compile("[0-9]{1,2}")))
+    found = list[KVFolder]()
+    for path in paths:
+        with suppress(OSError):
+            if path != own.path:
+                found.append(open_read(path))
+    return found
+
+
+def open_read(path: Path) -> KVFolder:
+    """Open a folder for reading, in use or not. OSError if it cannot be read."""
+    opened = list[int]()
+    try:
+        opened += (_open(path / name, os.O_RDONLY) for name in ("index", "blocks"))
+        index, blocks = opened
+        return KVFolder(path, None, index, blocks, (path / "key").read_bytes())
+    except BaseException:
+        for file in opened:
+            os.close(file)
+        raise
 
 
 def open_alone(folder: Path, identity: KVIdentity, index_bytes: int, blocks_bytes: int) -> KVFolder:

@@ -28,7 +28,7 @@ import numpy as np
 from quire.core.arrays import UINT8, Array, address, empty
 from quire.core.errors import ConfigError
 from quire.core.kv_identity import KVIdentity, StoredBlock
-from quire.execution.kv_folder import KVFolder, delete_older, open_alone, open_folder
+from quire.execution.kv_folder import KVFolder, delete_older, open_alone, open_folder, open_others, open_read
 from quire.execution.kv_slots import SlotTable, record_bytes
 from quire.kernels.cpp import _kernels
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
 STAGING_BYTES = 64 << 20  # for blocks on their way out, and as many for those on their way in
-SESSION_STAGING_BYTES = 16 << 20  # the same, of a store that is open for as long as it is copied
+SESSION_STAGING_BYTES = 16 << 20  # the same, of a store that is open for as long as it is copied, or only read
 EXTENT_BYTES = 64 << 20   # `blocks` grows by so much at a time
 PIECE_BYTES = 1 << 20     # digested by the calling thread alone: a step's kernels keep the others
 FOLDER_BYTES = 64 << 10   # directories and small files
@@ -114,9 +114,11 @@ class KVStore:
         self._reads: dict[int, _Read] = {}   # jobs that hold places
         self._running = set[int]()           # jobs that the thread has not finished
         self._dropped = set[int]()           # jobs that will not be taken
+        self._writer: BlockWriter | None = None     # None: nothing is written, as in the folder of another engine
         if folder is not None:
             self.recovered = table.read(folder.index_file)
-            self._writer = BlockWriter(folder, sizes, table, self._done)
+            if folder.lock is not None:
+                self._writer = BlockWriter(folder, sizes, table, self._done)
             self._reader = BlockReader(folder, sizes, self._done)
 
     @classmethod
@@ -150,7 +152,7 @@ class KVStore:
     def open_alone(
         cls, folder: Path, num_slots: int, tensors: Sequence[Array], block_size: int, identity: KVIdentity
     ) -> "KVStore":
-        """Open the store of one folder, that of a saved session. OSError if it cannot be used, or is open elsewhere."""
+        """Open the store of one folder to write it, that of a session. OSError if it cannot be used, or is in use."""
         cache = CacheBlocks(tensors)
         slot_bytes = cache.block_bytes + -cache.block_bytes % PAGE_BYTES
         sizes = SlotSizes(
@@ -158,6 +160,25 @@ class KVStore:
         )  # fmt: skip
         opened = open_alone(folder, identity, num_slots * record_bytes(block_size), num_slots * slot_bytes)
         return cls._in(opened, sizes, block_size, cache)
+
+    def others(self, tensors: Sequence[Array], block_size: int) -> "list[KVStore]":
+        """Return what the other engines of the identity have stored by now, to be read: they may write over it."""
+        if self._folder is None:
+            return []
+        return [self._read_only(folder, tensors, block_size) for folder in open_others(self._folder)]
+
+    @classmethod
+    def open_read(cls, folder: Path, tensors: Sequence[Array], block_size: int) -> "KVStore":
+        """Open a folder that nothing is written to, such as that of a saved session. OSError if it cannot be read."""
+        return cls._read_only(open_read(folder), tensors, block_size)
+
+    @classmethod
+    def _read_only(cls, folder: KVFolder, tensors: Sequence[Array], block_size: int) -> "KVStore":
+        cache = CacheBlocks(tensors)
+        slot_bytes = cache.block_bytes + -cache.block_bytes % PAGE_BYTES
+        num_slots = os.fstat(folder.index_file).st_size // record_bytes(block_size)
+        sizes = SlotSizes(num_slots, cache.block_bytes, slot_bytes, staging_bytes=SESSION_STAGING_BYTES)
+        return cls._in(folder, sizes, block_size, cache)
 
     @classmethod
     def _in(cls, folder: KVFolder, sizes: SlotSizes, block_size: int, cache: "CacheBlocks") -> "KVStore":
@@ -170,17 +191,17 @@ class KVStore:
     @property
     def is_on(self) -> bool:
         """Return whether blocks are written; what was written is read also when no more are."""
-        return self._folder is not None and self._writer.failure is None
+        return self._writer is not None and self._writer.failure is None
 
     @property
     def failure(self) -> OSError | None:
         """The error that has ended writing; None: there was none."""
-        return None if self._folder is None else self._writer.failure
+        return None if self._writer is None else self._writer.failure
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the disk: allocated slots, and their records."""
-        return 0 if self._folder is None else self._writer.num_bytes + self.num_slots * self._table.record_bytes
+        return 0 if self._writer is None else self._writer.num_bytes + self.num_slots * self._table.record_bytes
 
     @property
     def max_read_blocks(self) -> int:
@@ -196,7 +217,7 @@ class KVStore:
 
         The slot may have another block, which is gone then. The parent is stored, or its write was begun before.
         """
-        if not self.is_on or not self._writer.staging.free:
+        if self._writer is None or self._writer.failure is not None or not self._writer.staging.free:
             return False
         place = self._writer.staging.free[-1]
         self._cache.copy_out(source, self._writer.staging.rows[place])
@@ -227,6 +248,7 @@ class KVStore:
                 self._end_read(item)
                 ended.append(item)
                 continue
+            assert self._writer is not None, "a write without a writer"
             (slot, place, fields), seal, seconds = item
             self._writer.staging.free.append(place)
             is_whole = self._table.finish(slot, fields, seal)
@@ -255,17 +277,17 @@ class KVStore:
         """Empty slots: their blocks will not be recovered."""
         for slot in slots:
             self._table.clear(slot)
-        if self._folder is not None and slots:
+        if self._writer is not None and slots:
             self._writer.jobs.put(list(slots))
 
     def close(self) -> None:
         """Write what is staged, however slow the rate, and unlock the folder. Idempotent."""
         if self._folder is None:
             return
-        are_done = self._writer.close(), self._reader.close()
+        are_done = self._writer is None or self._writer.close(), self._reader.close()
         if all(are_done):  # else the files are those of a thread that a disk holds up
             self._folder.close()
-        self._folder = None
+        self._folder = self._writer = None
 
     def _end_read(self, ended: LoadedBlocks) -> None:
         read = self._reads[ended.job]

@@ -250,11 +250,11 @@ class Fleet(BaseClient):
         self._pinning[request.request_id] = client
         return await client.open_session(request, folder, num_tokens, identity)
 
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""
         client = self._pinning.get(request.request_id)
         if client is not None:
-            client.close_session(request, folder)
+            client.close_session(request)
 
     def count_pinned_blocks(self) -> None:
         """Count in the limits of requests to come the pinned blocks of the engine with the fewest."""

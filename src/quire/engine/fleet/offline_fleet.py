@@ -173,10 +173,10 @@ class BlockingFleet(OfflineEngine):
         self._check_open()
         return self._loop.run(self._client.open_session(request, folder, num_tokens, identity))
 
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""
         if self._closing.alive:
-            self._loop.run(_close_session(self._client, request, folder))
+            self._loop.run(_close_session(self._client, request))
 
     def kv_stats(self) -> KVStats:
         """Return the sum of the states of the engines that are alive, each between two of its steps."""
@@ -269,8 +269,8 @@ async def _kv_stats(client: Fleet) -> KVStats:
     return total([found.stats for found in maps])
 
 
-async def _close_session(client: Fleet, request: Request, folder: Path) -> None:
-    client.close_session(request, folder)
+async def _close_session(client: Fleet, request: Request) -> None:
+    client.close_session(request)
 
 
 async def _observe(metrics: Metrics, client: Fleet, read: Callable[[], T]) -> T:

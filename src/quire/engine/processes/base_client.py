@@ -127,7 +127,7 @@ class BaseClient(ABC):
         """Let a request that is about to be added load from a saved session, until `close_session`."""
 
     @abstractmethod
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""
 
     # --- health ---------------------------------------------------------------------------------------------------

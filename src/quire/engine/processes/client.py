@@ -332,12 +332,12 @@ class EngineClient(SingleEngine):
     async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
         """Let a request to come load from a saved session. EngineDeadError if the engine has died."""
         self._check_serves()
-        return await self._pending.open_session(str(folder), num_tokens, identity)
+        return await self._pending.open_session(request.request_id, str(folder), num_tokens, identity)
 
-    def close_session(self, request: Request, folder: Path) -> None:
+    def close_session(self, request: Request) -> None:
         """Let no request load from a saved session any more."""
         if self.is_alive and not self.sleeping:
-            self._send(messages.CloseSession(str(folder)))
+            self._send(messages.CloseSession(request.request_id))
 
     # --- the engine -----------------------------------------------------------------------------------------------
 

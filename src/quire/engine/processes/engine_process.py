@@ -214,14 +214,15 @@ class EngineLoop:
         sessions = None if self._engine.disk is None else self._engine.disk.sessions
         assert sessions is not None, "a server without kv_disk_dir saves no session"
         if isinstance(command, messages.CloseSession):
-            return sessions.close_session(Path(command.folder))
+            return sessions.close_session(command.request_id)
 
         def reply(blocks: messages.SessionBlocks) -> None:
             self._send(messages.SessionReply(command, blocks))
 
         if isinstance(command, messages.SaveSession):
             return sessions.save(command.request_id, Path(command.folder), reply)
-        return sessions.open(Path(command.folder), command.num_tokens, command.identity, reply)
+        folder = Path(command.folder)
+        return sessions.open(command.request_id, folder, command.num_tokens, command.identity, reply)
 
     def _fall_asleep(self, command: messages.Sleep | messages.Wake) -> None:
         """End the loop, unless requests are left; the engine is awake until then."""

@@ -139,7 +139,7 @@ class Sessions:
             )  # fmt: skip
         finally:
             for each in asked:
-                service.client.close_session(each, restored[1] if restored is not None else Path())
+                service.client.close_session(each)
         record.prompt_tokens, record.cached_tokens = computed.prefix.num_tokens, computed.num_cached_tokens
         prompt = prompts[0]._replace(text=None)
         session_id = f"session-{uuid.uuid4().hex}"
