@@ -1,16 +1,25 @@
 """Disk tier: a restart between two turns of a chat, its cost where nothing is found, and what saving holds up.
 
     python bench/disk_tier.py restart | unused | saving  [--num-tokens 8192]
+    python bench/disk_tier.py slots GGUF LIBRARIES       # those of llama.cpp: README.md of bench/real.py
+    python bench/disk_tier.py soak --minutes 20
 
 The model has the shapes of Qwen2.5-0.5B and random weights (`bench/random_models.py`): times depend on shapes alone.
 `restart`: turn 1 is computed and kept, the engine is closed and another one opened, turn 2 is turn 1, its answer and 64
 tokens more; its time to first token with the folder and without it, and the bytes written over those of the blocks of
 finished requests. `unused`: output tokens per second of requests that find nothing, with the tier and without, in
-alternating rounds. `saving`: the longest time between two steps that the tier takes while turn 1 is saved.
+alternating rounds. `saving`: the longest time between two steps that the tier takes while turn 1 is saved. `slots`:
+turn 2 after a restart, beside llama.cpp, which restores the state that it has saved of turn 1 and computes the rest, on
+the same weights in Q8_0. `soak`: random prompts that have ten times the blocks of the cache on the disk, and saved
+sessions; descriptors, memory and bytes on the disk as time goes by.
 """
 
+import ctypes
 import json
+import os
+import random
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,13 +27,16 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from bench.random_models import QWEN2_5_0_5B
 
 from quire import LLM, SamplingParams
 from quire.engine.kv_disk import KVDisk
 from quire.engine.offline_engine import LocalEngine
+from random_models import QWEN2_5_0_5B
 
+ROOT = Path(__file__).parents[1]
 NUM_NEW = 64  # tokens of the second turn
+NUM_ANSWERED = 32
+Q8_0 = 7      # a llama_ftype
 app = typer.Typer(add_completion=False)
 NumTokens = Annotated[int, typer.Option(help="tokens of the first turn's prompt")]
 
@@ -136,6 +148,115 @@ def saving(num_tokens: NumTokens = 8192) -> None:
     print(f"{written / 1e6:.1f} MB saved beside {len(taken)} steps: of {len(busy)} that saved, median "
           f"{statistics.median(busy) * 1e3:.2f} ms, p99 {busy[int(len(busy) * 0.99)] * 1e3:.2f} ms, "
           f"longest {busy[-1] * 1e3:.2f} ms")  # fmt: skip
+
+
+@app.command()
+def slots(gguf: Path, libraries: Path, num_tokens: NumTokens = 8192, rounds: int = 3, threads: int = 2) -> None:
+    """Measure the second turn after a restart beside llama.cpp's state of a sequence. GGUF: weights of 16 bits."""
+    sys.path.append(str(ROOT / "tests"))
+    from support import llama_cpp  # noqa: PLC0415 (a module of tests/)
+
+    llama_cpp.NUM_THREADS = threads
+    library = llama_cpp._library(libraries)
+    with tempfile.TemporaryDirectory() as name:
+        model, state, kept = Path(name, "q8_0.gguf"), str(Path(name, "state")).encode(), Path(name, "kept")
+        params = library.llama_model_quantize_default_params()
+        params.nthread, params.ftype = threads, Q8_0
+        assert not library.llama_model_quantize(str(gguf).encode(), str(model).encode(), ctypes.byref(params))
+        size = ctypes.c_size_t
+        save, load = library.llama_state_seq_save_file, library.llama_state_seq_load_file
+        array = ctypes.c_int32 * (num_tokens + NUM_ANSWERED)
+        save.restype = load.restype = size
+        save.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, array, size]
+        load.argtypes = [*save.argtypes, ctypes.POINTER(size)]
+        first = [each % 30_000 for each in tokens(num_tokens + NUM_ANSWERED, 1)]
+        second = [each % 30_000 for each in tokens(NUM_NEW, 2)]
+        room = num_tokens + NUM_ANSWERED + NUM_NEW + 16
+        with llama_cpp.LlamaCpp(libraries, model, room) as theirs:
+            for start in range(0, len(first), 512):
+                _decode(library, theirs, first[start : start + 512], start)
+            assert save(theirs._context, state, 0, array(*first), len(first))
+        sizes: dict[str, Any] = {
+            "max_model_len": room + 64, "max_num_seqs": 4, "num_kv_blocks": 3 * room // 16, "skip_tokenizer_init": True,
+        }  # fmt: skip
+        with LLM(model, kv_disk_dir=kept, kv_disk_write_rate="4GiB", **sizes) as llm:
+            generate(llm, first, 1)
+            disk_of(llm).drain(60.0)
+        ours_s, theirs_s = list[float](), list[float]()
+        for _ in range(rounds):
+            with llama_cpp.LlamaCpp(libraries, model, room) as theirs:
+                _decode(library, theirs, second[:8], 0)
+                library.llama_memory_seq_rm(library.llama_get_memory(theirs._context), 0, 0, -1)
+                found, count = array(), size()
+                started_s = time.perf_counter()
+                assert load(theirs._context, state, 0, found, len(found), ctypes.byref(count))
+                _decode(library, theirs, second, len(first))
+                theirs_s.append(time.perf_counter() - started_s)
+                assert list(found) == first
+            with LLM(model, kv_disk_dir=kept, **sizes) as llm:
+                generate(llm, second[:8], 1)
+                _, num_found, seconds = generate(llm, first + second, 1)
+                ours_s.append(seconds)
+        state_bytes = Path(name, "state").stat().st_size
+    ratios = [ours / theirs for ours, theirs in zip(ours_s, theirs_s, strict=True)]
+    print(f"{len(first)} tokens kept and {NUM_NEW} new: ours {min(ours_s):.3f} to {max(ours_s):.3f} s, "
+          f"{num_found} found; "
+          f"llama.cpp {min(theirs_s):.3f} to {max(theirs_s):.3f} s, a state of {state_bytes / 1e6:.1f} MB; "
+          f"ratio {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")  # fmt: skip
+
+
+def _decode(library: Any, theirs: Any, ids: list[int], start: int) -> None:  # noqa: ANN401
+    """Compute tokens of sequence 0 behind `start` others, and the logits of the last."""
+    batch = library.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for n, token in enumerate(ids):
+        batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.logits[n] = token, start + n, 1, n == len(ids) - 1
+        batch.seq_id[n][0] = 0
+    status = library.llama_decode(theirs._context, batch)
+    library.llama_batch_free(batch)
+    assert status == 0, status
+
+
+@app.command()
+def soak(minutes: float = 20.0, num_kv_blocks: int = 128, seed: int = 0) -> None:
+    """Print descriptors, memory and bytes on the disk while ten times the cache is kept there. The demo model."""
+    draws, open_files = random.Random(seed), Path("/proc/self/fd")
+    with tempfile.TemporaryDirectory() as name:
+        block_bytes = 0
+        with LLM(num_kv_blocks=16, max_model_len=128) as llm:
+            block_bytes = 16 * llm._open.ready.kv_bytes_per_token
+        settings: dict[str, Any] = {
+            "kv_disk_dir": name, "kv_disk_size": 10 * num_kv_blocks * (block_bytes + 4096) + (1 << 20),
+            "num_kv_blocks": num_kv_blocks, "max_model_len": 512, "max_num_seqs": 4, "kv_disk_write_rate": "4GiB",
+        }  # fmt: skip
+        began_s, shown_s, num_asked = time.monotonic(), 0.0, 0
+        with LLM(**settings) as llm:
+            prompts = [[draws.randrange(5, 250) for _ in range(draws.randrange(32, 480))] for _ in range(200)]
+            params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, detokenize=False)
+            while (now_s := time.monotonic() - began_s) < 60 * minutes:
+                asked = [{"prompt_token_ids": draws.choice(prompts)} for _ in range(4)]
+                llm.generate(asked, params, use_tqdm=False)
+                num_asked += len(asked)
+                if draws.random() < 0.1:
+                    session = llm.create_session(draws.choice(prompts)[:64])
+                    session.save(f"s{draws.randrange(4)}")
+                    session.delete()
+                    llm.restore_session(draws.choice(llm.saved_sessions())).delete()
+                disk_of(llm).drain(0.05)
+                if now_s >= shown_s:
+                    shown_s += 60 * minutes / 20
+                    disk = llm.kv_stats().disk
+                    used = sum(each.stat().st_blocks * 512 for each in Path(name).rglob("*") if each.is_file())
+                    print(f"{now_s:6.0f} s: {num_asked} requests, {len(list(open_files.iterdir()))} descriptors, "
+                          f"{_resident_mb():.0f} MB, {used / 1e6:.1f} MB on the disk, "
+                          f"{disk['stored_blocks']:.0f} of {disk['slots']:.0f} slots, "
+                          f"{disk['evicted_blocks']:.0f} evicted, {disk['loaded_blocks']:.0f} loaded, "
+                          f"{disk['bad_blocks']:.0f} bad", flush=True)  # fmt: skip
+            llm._open.assembled.engine.scheduler.check()  # type: ignore[attr-defined]
+
+
+def _resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def _model(parent: Path) -> Path:

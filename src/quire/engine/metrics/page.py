@@ -80,6 +80,7 @@ def _histograms(family: Family) -> Iterator[Histogram]:
 # Codes of the errors that clients get.
 REFUSALS = ("server_overloaded", "shutting_down", "asleep", "key_limit", "deadline_unmeetable")
 QUEUE_BOUNDS = ("max_num_queued_reqs", "max_num_queued_tokens")  # vLLM's names of max_queued_requests and _tokens
+SESSION_CALLS = ("create", "extend", "fork", "save", "restore")
 FAILURES = ("request_failed", "engine_unhealthy")
 OLDER_NAMES = {  # names of the same numbers in vLLM up to 0.11, which dashboards still ask for
     "vllm:kv_cache_usage_perc": "vllm:gpu_cache_usage_perc",
@@ -104,6 +105,7 @@ class Metrics(Collector):
         self._num_refused = dict.fromkeys(REFUSALS, 0)
         self._num_queue_full = dict.fromkeys(QUEUE_BOUNDS, 0)
         self._num_failed = dict.fromkeys(FAILURES, 0)
+        self._num_session_calls = dict.fromkeys(SESSION_CALLS, 0)
         self._num_spans_dropped, self._counting_spans = 0, Lock()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -144,6 +146,10 @@ class Metrics(Collector):
     def failed(self, reason: str) -> None:
         """Count a call that failed through no fault of its own, for one of FAILURES."""
         self._num_failed[reason] += 1
+
+    def session_moved(self, call: str) -> None:
+        """Count a call that has made, changed or saved a session, one of SESSION_CALLS."""
+        self._num_session_calls[call] += 1
 
     def spans_dropped(self, number: int) -> None:
         """Count spans that were not sent, from any thread."""
@@ -198,6 +204,8 @@ class Metrics(Collector):
         yield counter("vllm:admission_rejections_total", "Calls refused by a bound of the queue.", *rejected)
         failed = by("reason", self._num_failed, _SERVER)
         yield counter("quire:requests_failed_total", "Calls that failed, by code.", *failed)
+        sessions = by("call", self._num_session_calls, _SERVER)
+        yield counter("quire:session_calls_total", "Calls that made, changed or saved sessions.", *sessions)
         dropped = _SERVER, self._num_spans_dropped
         yield counter("quire:trace_spans_dropped_total", "Spans that were not sent.", dropped)
 

@@ -49,6 +49,7 @@ async def create_session(request: Request) -> Response:
     ttl_s, salt = _ttl_s(service, body.ttl), check_cache_salt(body.cache_salt, service.options.max_salt_chars)
     if body.restore is not None:
         session, computed = await sessions.restore(request, body.restore, body.model, salt, ttl_s)
+        service.metrics.session_moved("restore")
     elif body.answer_id is not None:
         past, prompt = _answer(request, body)
         for name, own in (("model", _model_of(service, past)), ("cache_salt", past.prompt.cache_salt)):
@@ -61,6 +62,8 @@ async def create_session(request: Request) -> Response:
         empty = TokenizedPrompt(None, array("i"), salt, 0, service.adapter_of(model))
         session, computed = await _compute(request, model, empty, [], body, ttl_s)
     sessions.add(session)
+    if body.restore is None:
+        service.metrics.session_moved("create")
     return json_response(_described(session, computed))
 
 
@@ -83,6 +86,7 @@ async def extend_session(request: Request, session_id: _SessionId) -> Response:
         before = [] if body.messages is None else sessions.messages_of(session, [])
         new, computed = await _compute(request, session.model, session.prompt, before, body, ttl_s)
     await sessions.replace(session, new)
+    service.metrics.session_moved("extend")
     return json_response(_described(session, computed))
 
 
@@ -100,6 +104,7 @@ async def fork_session(request: Request, session_id: _SessionId) -> Response:
         request, session.model, lambda: prompt, 1, messages, _ttl_s(service, body.ttl)
     )
     sessions.add(forked)
+    service.metrics.session_moved("fork")
     return json_response(_described(forked, computed))
 
 
@@ -111,6 +116,7 @@ async def save_session(request: Request, session_id: _SessionId) -> Response:
     body = await read_body(request, SessionSaveBody)
     num_tokens = len(session.prompt.token_ids)
     num_bytes = await service.responses.run(sessions.save(session, body.name), request.scope, request.receive)
+    service.metrics.session_moved("save")
     return json_response({
         "object": "session.saved", "id": session.id, "name": body.name, "num_tokens": num_tokens, "bytes": num_bytes,
     })
@@ -175,11 +181,13 @@ async def move_slot(
         session = sessions.in_slot(slot, key_number)
         saving = sessions.save(session, body.filename)
         num_bytes = await service.responses.run(saving, request.scope, request.receive)
+        service.metrics.session_moved("save")
         described |= {"n_saved": len(session.prompt.token_ids), "n_written": num_bytes}
     else:
         salt = check_cache_salt(body.cache_salt, service.options.max_salt_chars)
         session, computed = await sessions.restore(request, body.filename, body.model, salt, service.options.pin_ttl)
         await sessions.put_in_slot(session, slot)
+        service.metrics.session_moved("restore")
         num_read = computed.num_disk_tokens * service.client.ready.kv_bytes_per_token
         described |= {"n_restored": len(session.prompt.token_ids), "n_read": num_read}
     taken_ms = 1000 * (time.monotonic() - started_s)
