@@ -78,3 +78,16 @@ def test_hostile_file_leaves_nothing(tmp_path: Path, content: bytes, message: st
         saved.import_file(saved.owner_of(None), "a", file, 1000)
     assert [path.name for path in (tmp_path / "kv" / "sessions" / saved.owner_of(None)).iterdir()] == []
     assert not (tmp_path / "escaped").exists()
+
+
+def test_unfinished_folders_of_dead_processes_are_deleted(tmp_path: Path) -> None:
+    saved = SavedSessions(tmp_path / "kv")
+    owner = saved.owner_of(None)
+    alive = saved.begin(owner)
+    alive.mkdir()
+    dead = [alive.with_name(".new-99999999-ab-cd"), alive.with_name(f".new-{alive.name.split('-')[1]}-other-cd")]
+    for folder in dead:
+        folder.mkdir()
+    saved.begin(owner)
+    assert alive.exists()
+    assert not [folder for folder in dead if folder.exists()], "also that of a process that had this one's number"

@@ -40,6 +40,7 @@ MAX_HEADER_BYTES = 256 << 20
 _KEY_BYTES = 32
 _OWNER_CHARS = 40       # unlike the 64 of an identity: see kv_folder
 _UNFINISHED = ".new-"   # no name begins so: see `check_name`
+_PROCESS = secrets.token_hex(8)     # in names of unfinished folders: a process may have the number of a dead one
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ class SavedSessions:
         """Return the path of a folder for a session that is about to be saved: `commit`, or `discard` it."""
         folder = private_folder(self._root / owner)
         self._delete_unfinished(folder)
-        return folder / f"{_UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}"
+        return folder / _unfinished_name()
 
     @staticmethod
     def commit(unfinished: Path, saved: SavedSession) -> int:
@@ -181,7 +182,7 @@ class SavedSessions:
     def delete(self, owner: str, name: str) -> None:
         """Delete a saved session. SessionError if there is none of that name."""
         folder = self._root / owner / check_name(name)
-        gone = folder.with_name(f"{_UNFINISHED}{os.getpid()}-{secrets.token_hex(8)}-old")
+        gone = folder.with_name(_unfinished_name())
         try:
             folder.rename(gone)
         except OSError:
@@ -254,9 +255,15 @@ def _extract(file: Path, folder: Path, max_bytes: int) -> None:
                 shutil.copyfileobj(source, target, 1 << 20)
 
 
+def _unfinished_name() -> str:
+    return f"{_UNFINISHED}{os.getpid()}-{_PROCESS}-{secrets.token_hex(8)}"
+
+
 def _is_alive(text: str) -> bool:
-    """Return whether the process exists with which the name of an unfinished folder begins."""
-    number = text.partition("-")[0]
+    """Return whether the process exists of which the number and the mark begin the name of an unfinished folder."""
+    number, _, rest = text.partition("-")
+    if number == str(os.getpid()):
+        return rest.startswith(_PROCESS)
     return number.isdigit() and Path(f"/proc/{number}").exists()
 
 

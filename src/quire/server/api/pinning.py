@@ -47,11 +47,15 @@ async def pin_prompt(
             holding.enter_context(
                 pins.reserve_blocks(key_number, num_blocks, limits.num_blocks, client.pinned, options)
             )
-            if before is not None:
-                await before(prepared.request)
-            with service.admission.reserve_tokens(client, options, [prepared], param="prompt") as reserved:
-                stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
-                reserved.sent(prepared)
+            try:
+                if before is not None:
+                    await before(prepared.request)
+                with service.admission.reserve_tokens(client, options, [prepared], param="prompt") as reserved:
+                    stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
+                    reserved.sent(prepared)
+            except BaseException:
+                client.unpin(prepared.request.request_id)
+                raise
             reservation.is_kept = True
             holding.callback(reservation.release)
         try:

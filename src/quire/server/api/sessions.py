@@ -29,6 +29,7 @@ from quire.server.http.application import KEY_NUMBER, record_of
 from quire.server.service import Service
 
 MAX_OPEN_STORES = 4     # saved sessions that are restored at once
+MAX_SAVES = 16          # sessions that are being saved, or wait for that
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,7 @@ class Sessions:
         self._service = service
         self._open: dict[str, Session] = {}
         self._saved = None if service.kv_disk_dir is None else SavedSessions(Path(service.kv_disk_dir))
-        self._saving = asyncio.Lock()
+        self._saving, self._num_saving = asyncio.Lock(), 0
         self._restoring = asyncio.Semaphore(MAX_OPEN_STORES)
 
     # --- open sessions ----------------------------------------------------------------------------------------------
@@ -170,6 +171,7 @@ class Sessions:
         """Give a session the tokens of another, which is not open; what it had pinned is unpinned."""
         before = session.prefix
         session.prompt, session.messages, session.prefix = computed.prompt, computed.messages, computed.prefix
+        self._open[session.id] = session    # it may have expired meanwhile
         if before.id in self._service.client.pinned:
             await self._service.client.unpin_prefix(before.id, None)
 
@@ -193,10 +195,28 @@ class Sessions:
         return self._folders().owner_of(options.api_key[key_number - 1] if key_number > 0 else key)
 
     async def save(self, session: Session, name: object) -> int:
-        """Save a session under a name; return the bytes on the disk. A session that had the name is replaced."""
+        """Save a session under a name; return the bytes on the disk. A session that had the name is replaced.
+
+        It goes on when the caller is cancelled: the engine writes into the folder.
+        """
         saved, name = self._folders(), check_name(name)
+        if self._num_saving >= MAX_SAVES:
+            message = f"{self._num_saving} sessions are being saved already, and at most {MAX_SAVES} may be at once"
+            retry = {"Retry-After": "1"}
+            raise ApiError(429, message, type="rate_limit_error", code="server_overloaded", headers=retry)
+        saving = asyncio.create_task(self._save_in_turn(saved, session, name), name="save a session")
+        self._num_saving += 1
+        saving.add_done_callback(self._record_saved)
+        return await asyncio.shield(saving)
+
+    async def _save_in_turn(self, saved: SavedSessions, session: Session, name: str) -> int:
         async with self._saving:    # else two might take the room of one
             return await self._save(saved, session, name)
+
+    def _record_saved(self, saving: "asyncio.Task[int]") -> None:
+        self._num_saving -= 1
+        if not saving.cancelled():
+            saving.exception()      # its caller may have gone
 
     async def _save(self, saved: SavedSessions, session: Session, name: str) -> int:
         service = self._service
@@ -213,7 +233,7 @@ class Sessions:
             described = saved_session(name, model, prompt, messages, blocks.identity, blocks.num_blocks)
             return await asyncio.to_thread(_commit, saved, unfinished, described)
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(saved.discard, unfinished))
+            await asyncio.to_thread(saved.discard, unfinished)
             raise
 
     def _check_room(self, saved: SavedSessions, session: Session, owner: str, name: str) -> None:
