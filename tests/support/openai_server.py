@@ -127,7 +127,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
         client = await EngineClient.connect(child, engine, metrics.engines[0])
         service = Service(
             client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer),
-            kv_disk_dir=engine.kv_disk_dir,
+            engine_options=engine,
         )  # fmt: skip
         service.can_sleep = engine.enable_sleep_mode
         try:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cache.disk_tier import DiskTier, scope_text
+from quire.cache.disk_tier import DiskTier
 from quire.cache.manager import KVCacheManager
 from quire.cache.pins import PinnedTable
-from quire.cache.prefix_tree import as_bytes
+from quire.cache.prefix_tree import as_bytes, scope_text
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.arrays import Array
 from quire.core.errors import ConfigError

@@ -194,7 +194,6 @@ async def connect(
     service = Service(
         client, options, names, metrics, templates, can_sleep=engine.enable_sleep_mode, model_source=engine.model,
         engine_options=engine,
-        kv_disk_dir=engine.kv_disk_dir,
     )  # fmt: skip
     try:
         if engine.kv_events is not None:

@@ -240,9 +240,8 @@ class Service:
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
     slices: TimeSlices = field(default_factory=TimeSlices)
     responses: ActiveResponses = field(default_factory=ActiveResponses)
-    engine_options: EngineOptions | None = None  # None: no part in prefill apart from decoding
+    engine_options: EngineOptions | None = None  # None: no disk, no part in prefill apart from decoding
     can_sleep: bool = False                   # the engine's enable_sleep_mode
-    kv_disk_dir: str | None = None            # of the engine; None: no session is saved
     model_source: str | None = None           # folder, file or id that the model was loaded from; None: its first name
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False

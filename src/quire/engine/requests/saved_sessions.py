@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.cache.disk_tier import scope_text
+from quire.cache.prefix_tree import scope_text
 from quire.core.checks import shown
 from quire.core.errors import SessionError
 from quire.core.pooling import Scope

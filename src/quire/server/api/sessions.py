@@ -65,7 +65,8 @@ class Sessions:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._open: dict[str, Session] = {}
-        self._saved = None if service.kv_disk_dir is None else SavedSessions(Path(service.kv_disk_dir))
+        directory = None if service.engine_options is None else service.engine_options.kv_disk_dir
+        self._saved = None if directory is None else SavedSessions(Path(directory))
         self._saving, self._num_saving = asyncio.Lock(), 0
         self._restoring = asyncio.Semaphore(MAX_OPEN_STORES)
 
