@@ -33,7 +33,8 @@ def test_no_default_leads_out_of_the_checkout(name: str) -> None:
 def test_only_commands_whose_answers_are_read_as_they_come_bound_the_time_of_steps() -> None:
     found = {name: option.default for name, each in COMMANDS.items() for option in each.params
              if option.name == "itl_target_ms"}  # fmt: skip
-    assert {name for name, default in found.items() if default == "none"} == {"quire generate", "quire run-batch"}
+    batches = {"quire generate", "quire run-batch", "quire session warm"}
+    assert {name for name, default in found.items() if default == "none"} == batches
     assert found["quire serve"] == found["quire deploy"] == found["quire chat"] == "500"
 
 

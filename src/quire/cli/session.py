@@ -64,7 +64,7 @@ def import_(
 ) -> None:  # fmt: skip
     """Read a session from a file into the directory of an engine, in the place of the one that has the name.
 
-    Only from those whom you trust: its keys and values are compared with its own digests, not with its tokens.
+    Import trusted files alone: keys and values are compared with digests of the same file, not with the tokens.
     """
     saved = SavedSessions(kv_disk_dir)
     read = saved.import_file(saved.owner_of(_one(api_key)), name, file, parse_bytes(max_size, "max_size"))
