@@ -118,6 +118,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:recompute_seconds_total": [{}],
     "quire:recovery_saved_seconds_total": [{}],
     "quire:trace_spans_dropped_total": [{}],
+    "quire:session_calls_total": [{"call": call} for call in ("create", "extend", "fork", "save", "restore")],
     "quire:requests_refused_total": [{"reason": reason} for reason in REFUSALS],
     "quire:requests_failed_total": [{"reason": reason} for reason in ("request_failed", "engine_unhealthy")],
     "quire:requests_aborted_total": [{}],
