@@ -17,7 +17,9 @@ inline long rounded_up(long count, long multiple) { return (count + multiple - 1
 
 // Activation of a linear layer's sums: none, an activation, or silu, gelu or gelu_tanh of a gate times an up, of two sums
 // (Shazeer 2020), or gpt-oss's of two sums, clamped.
-enum class Activation { none, gelu_tanh, gelu, relu, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, clamped_silu_and_mul };
+enum class Activation {
+    none, gelu_tanh, gelu, relu, quick_gelu, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, clamped_silu_and_mul
+};
 
 constexpr bool is_gated(Activation activation) { return activation >= Activation::silu_and_mul; }
 

@@ -85,6 +85,7 @@ Floats activated(const Linear<T>& op, Floats sums) {
         case Activation::relu: return relu(sums);
         case Activation::gelu: return gelu(rounded<T>(sums));
         case Activation::gelu_tanh: return gelu_tanh(rounded<T>(sums));
+        case Activation::quick_gelu: return quick_gelu(rounded<T>(sums));
         default: return sums;
     }
 }

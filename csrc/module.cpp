@@ -280,6 +280,7 @@ NB_MODULE(_kernels, module) {
         .value("gelu_tanh", Activation::gelu_tanh)
         .value("gelu", Activation::gelu)
         .value("relu", Activation::relu)
+        .value("quick_gelu", Activation::quick_gelu)
         .value("gelu_and_mul", Activation::gelu_and_mul)
         .value("gelu_tanh_and_mul", Activation::gelu_tanh_and_mul)
         .value("clamped_silu_and_mul", Activation::clamped_silu_and_mul);

@@ -36,7 +36,10 @@ TEXT_CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
     "num_key_value_heads": 2, "rotary_dim": 16, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 16,
 }  # fmt: skip
-CONFIG: dict[str, object] = {**TEXT_CONFIG, "text_config": TEXT_CONFIG}  # of a model with vision
+CONFIG: dict[str, object] = {  # of a model with vision
+    **TEXT_CONFIG, "text_config": TEXT_CONFIG, "image_token_index": 63,
+    "vision_config": {"hidden_size": 64, "num_attention_heads": 4, "model_type": "clip_vision_model"},
+}
 Family = Callable[[ConfigReader], DecoderSpec]
 READ = {"num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"}  # options among the sizes
 SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - READ
@@ -79,6 +82,7 @@ class Cases:
         "GPT2": "GPT2LMHeadModel",
         "Gemma3Text": "Gemma3ForCausalLM",
         "Gemma3": "Gemma3ForConditionalGeneration",
+        "Llava": "LlavaForConditionalGeneration",
         "Mistral3": "Mistral3ForConditionalGeneration",
     }
 
@@ -134,6 +138,7 @@ GGUF_NAMES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "MiniMaxM2ForCausalLM": "minimax-m2",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
     "Gemma3ForConditionalGeneration": "gemma3", "GPT2LMHeadModel": "gpt2",
+    "LlavaForConditionalGeneration": "llama",
     "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
 }  # fmt: skip

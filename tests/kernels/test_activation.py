@@ -13,6 +13,7 @@ from quire.kernels.reference.activation import (
     gelu_and_mul,
     gelu_tanh,
     gelu_tanh_and_mul,
+    quick_gelu,
     relu,
     silu_and_mul,
 )
@@ -22,6 +23,7 @@ DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
 PLAIN = [
     (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
     (gelu, F.gelu),
+    (quick_gelu, lambda x: x * torch.sigmoid(1.702 * x)),
     (relu, F.relu),
 ]
 
@@ -74,7 +76,7 @@ def test_clamped_gate_is_at_most_7_and_the_second_half_from_minus_7_to_7(dtype: 
 
 @pytest.mark.parametrize("num_threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("activation", [gelu_tanh, gelu, relu, silu])
+@pytest.mark.parametrize("activation", [gelu_tanh, gelu, quick_gelu, relu, silu])
 def test_elements_have_the_same_bits_wherever_they_stand(
     activation: Activation, dtype: torch.dtype, num_threads: int
 ) -> None:

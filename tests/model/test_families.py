@@ -30,7 +30,7 @@ PROMPT_LEN = 40
 NUM_FORCED = 64
 NUM_GREEDY = 24          # every position is compared with forced tokens
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
-    name: f"{name}ForConditionalGeneration" for name in ("Gemma3", "Mistral3")
+    name: f"{name}ForConditionalGeneration" for name in ("Gemma3", "Llava", "Mistral3")
 }  # of classes that are not called as the rest
 CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
 TOLERANCE = 1e-4         # on logprobs, float32
@@ -85,6 +85,7 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4,
 }  # fmt: skip
+CLIP = VISION | {"model_type": "clip_vision_model", "num_hidden_layers": 2}
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED = LLAMA | SPECIAL | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -460,6 +461,17 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             }},
             "vision_config": VISION, "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+        },
+    ),
+    "llava, of a llama": (
+        "Llava",
+        {"text_config": LLAMA | {"model_type": "llama"}, "vision_config": CLIP, "image_token_index": 159},
+    ),
+    "llava, of a qwen2, tied": (
+        "Llava",
+        {
+            "text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": CLIP, "image_token_index": 159,
+            "tie_word_embeddings": True,
         },
     ),
     "mistral3, with vision": (

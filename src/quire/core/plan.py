@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct, field
 
 from quire.core.deltas import TokenLogprobs
+from quire.core.images import ImageSpan, PromptImage
 from quire.core.pooling import NO_SCOPE, Pool, Scope
 from quire.core.sampling_params import BeamSearchParams, SamplingParams
 from quire.core.step_times import StepKind, StepTimes
@@ -47,6 +48,7 @@ class NewRow:
     beam: BeamSearchParams | None = None               # its samples return the likeliest tokens, as logprobs
     pool: Pool | None = None                           # it has no samples: its last entry returns a vector
     scope: Scope = NO_SCOPE                            # rows of other scopes may not profit from what it computes
+    images: tuple[ImageSpan, ...] = ()                 # of its prompt, in order
 
 
 class RowFork(NamedTuple):
@@ -78,10 +80,10 @@ class RowDrafts(NamedTuple):
 class StepPlan(Struct, frozen=True, array_like=True):
     """One step: the rows that advance, by how many tokens, on which blocks.
 
-    Order of effects: `row_forks`, `new_rows`, table entries, `drafts`, `swap_outs`, `swap_ins`, `copies`, then one
-    forward pass over the entries. So a block that is swapped out may be overwritten in the same step, and one that is
-    swapped in may be copied. A new row replaces the content of its row: a row of an ended sequence is not computed
-    until it has a new owner.
+    Order of effects: `row_forks`, `new_rows`, table entries, `drafts`, `dropped_images`, `encodings`, `swap_outs`,
+    `swap_ins`, `copies`, then one forward pass over the entries. So a block that is swapped out may be overwritten in
+    the same step, and one that is swapped in may be copied. A new row replaces the content of its row: a row of an
+    ended sequence is not computed until it has a new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). The flat batch holds the tokens of
     all entries in order. Sample j is drawn behind token `sample_tokens[j]` of the flat batch and becomes the token at
     the position after it in row `sample_rows[j]`: the same row in most cases, the rows of all branches when the prompt
@@ -106,6 +108,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     sample_tokens: list[int] = field(default_factory=list)
     stored_entries: list[int] = field(default_factory=list)
     drafts: list[RowDrafts] = field(default_factory=list)
+    dropped_images: list[int] = field(default_factory=list)  # serials of encodings to forget, before the next are made
+    encodings: list[PromptImage] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from quire.core.images import PromptImage
 from quire.core.logprob_table import LogprobTable
 from quire.core.pooling import GENERATE, NO_SCOPE, Pool, Scope, Task
 from quire.core.sampling_params import RepetitionDetector, SamplingParams
@@ -34,7 +35,7 @@ class Sequence:
     seq_id: int                       # unique over the scheduler's life, given in order of arrival
     index: int                        # branch of the request, 0..n-1
     seed: int                         # the branch's own seed
-    token_ids: TokenIds               # the prompt, then the output
+    token_ids: TokenIds               # the prompt, as the prefix cache is told it, then the output
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     drafts: tuple[int, ...] = ()      # behind the known tokens, for the next step to verify; dropped if it has no room
@@ -82,6 +83,7 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     task: Task = GENERATE
     scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed
+    images: tuple[PromptImage, ...] = ()  # in the order of their placeholders
     adapter_folder: str = ""          # folder of `scope.adapter`
     adapter_name: str = ""            # the client's name for it: for metrics alone
     priority: int = 0                 # lower is served first

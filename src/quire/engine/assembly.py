@@ -1,6 +1,7 @@
 """Engine assembly: load the model, size the cache, build the scheduler and the executor."""
 
 import importlib.util
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from quire.cache.stored_blocks import StoredBlocks
 from quire.core.arrays import dtype_name
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
+from quire.core.images import ImageInputs
 from quire.core.optional_package import needs_library
 from quire.core.options import parse_bytes
 from quire.core.sequence import Request
@@ -28,7 +30,7 @@ from quire.engine.adapters.store import (
     make_store,
 )
 from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
-from quire.engine.engine import Engine
+from quire.engine.engine import TEXT_ALONE, Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.kv_disk import KVDisk
 from quire.engine.kv_sessions import KVSessions
@@ -40,19 +42,22 @@ from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_re
 from quire.engine.requests.input_processor import InputProcessor
 from quire.engine.sizing import size_engine
 from quire.execution.batch import AdapterRows, PersistentBatch
-from quire.execution.device import StepLimits
+from quire.execution.device import HostDevice, StepLimits
 from quire.execution.drafter import Drafter
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
+from quire.execution.image_rows import ImageRows
 from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
-from quire.model.config import UnknownArchitectureError, expert_reads
+from quire.model.config import UnknownArchitectureError, expert_reads, num_layer_weights
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
+from quire.model.vision import flops
+from quire.scheduling.image_encodings import ImageEncodings
 from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire.scheduling.waiting_lines import Lack
 from quire.text.tokenizer import Tokenizer
@@ -261,7 +266,12 @@ def _build(
         swapper = device.swapper(kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir)
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
-    compute = StepCompute(model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows)
+    images, no_images_reason = _image_inputs(options, loaded)
+    tower = model.vision if images is not None and isinstance(model, Decoder) else None
+    compute = StepCompute(
+        model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows,
+        None if tower is None else ImageRows(tower),
+    )  # fmt: skip
     executor = (device if ranks is None else ranks).executor(compute, scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> Lack | None:
@@ -282,9 +292,45 @@ def _build(
     if options.kv_role != "none":
         peers = open_peers(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
     engine = Engine(scheduler, executor, grammars, adapters, disk=disk, peers=peers)
+    engine.no_images_reason = no_images_reason
+    if images is not None:
+        scheduler.planner.images = ImageEncodings(images)
     if options.record is None:
         keep_recent_plans(engine, options, scheduling, cache)
     return engine
+
+
+def _image_inputs(options: EngineOptions, loaded: LoadedModel) -> tuple[ImageInputs | None, str]:
+    """Return the images that an engine accepts; or None, and the reason. ConfigError for a cache of less than one."""
+    model = loaded.model
+    spec = model.spec.vision if isinstance(model, Decoder) else None
+    if spec is None:
+        return None, TEXT_ALONE
+    refused = {
+        "device cuda": not isinstance(loaded.device, HostDevice),
+        f"tensor_parallel_size {options.tensor_parallel_size}": options.tensor_parallel_size > 1,
+        f"memory_policy {options.memory_policy!r}": options.memory_policy != "paged",
+        "kv_disk_dir": options.kv_disk_dir is not None,   # numbers of images do not outlast a start
+        "kv_events_config": options.kv_events is not None,
+        "record": options.record is not None,
+    }
+    for name, is_asked in refused.items():
+        if is_asked:
+            return None, f"they are not served with {name}"
+    assert isinstance(model, Decoder)
+    assert model.vision is not None, "an encoder that was not loaded"
+    row_bytes = model.spec.hidden_size * model.vision.itemsize
+    num_bytes = parse_bytes(options.image_cache_memory, "image_cache_memory")
+    if num_bytes < spec.num_tokens * row_bytes:
+        raise ConfigError(
+            f"image_cache_memory {options.image_cache_memory} holds no image of the model: one takes "
+            f"{spec.num_tokens * row_bytes} bytes"
+        )
+    cost = math.ceil(flops(spec) / (2.0 * num_layer_weights(model.spec)))
+    shape = spec.num_channels, spec.image_size, spec.image_size
+    return ImageInputs(
+        spec.family, spec.image_token_id, spec.num_tokens, shape, cost, num_bytes // row_bytes
+    ), ""
 
 
 def open_disk(
@@ -402,6 +448,8 @@ def _ready(
         pooler=None if is_static else loaded.pooler,
         no_pooler_reason="its batches are static" if is_static else loaded.no_pooler_reason,
         generates=loaded.generates,
+        images=None if (images := engine.scheduler.planner.images) is None else images.inputs,
+        no_images_reason=engine.no_images_reason,
     )
 
 

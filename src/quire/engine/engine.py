@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 PREPARATION_WAIT_S = 0.005  # for a grammar or an adapter, if nothing else is to be done; commands are handled between
 UNLOADABLE = "its LoRA adapter cannot be loaded any more: the files have changed, or are gone"
+TEXT_ALONE = "the model reads text alone"
 NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
 
 
@@ -130,6 +131,7 @@ class Engine:
         self.adapters = adapters            # None: requests with adapters are refused
         self.disk = disk                    # None: no keys and values are kept on a disk
         self.peers = peers                  # None: no part in prefill apart from decoding
+        self.no_images_reason = TEXT_ALONE
         self.num_computed_tokens = 0        # computed by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
         self.recent: RecentPlans | None = None  # None: plans are not kept
@@ -147,6 +149,8 @@ class Engine:
         if request.params.structured_outputs is not None and self.grammars is None:
             message = "structured_outputs cannot be used: the model has no tokenizer, or batches are static"
             raise InvalidRequestError(message, param="structured_outputs")
+        if request.images:
+            self._check_images(request)
         if request.scope.adapter is not None and self.adapters is None:
             raise InvalidRequestError(NO_ADAPTERS, param="model")
         if request.transfer is not None and self.peers is not None:
@@ -155,6 +159,13 @@ class Engine:
             events.know_adapter(request.scope.adapter, request.adapter_name, request.adapter_folder)
         request.arrived_s = self._clock() - age_s
         self.scheduler.add(request)
+
+    def _check_images(self, request: Request) -> None:
+        """Raise InvalidRequestError for images that the engine does not accept."""
+        images = self.scheduler.planner.images
+        if images is None:
+            raise InvalidRequestError(f"images cannot be used: {self.no_images_reason}", param="images")
+        images.inputs.check(request.prompt_token_ids, request.images)
 
     def abort(self, request_id: int) -> bool:
         """Abort a request, and release what it has pinned; return False if it is unknown or has ended."""

@@ -14,6 +14,7 @@ import msgspec
 from quire.core.block_map import BlockMap, Tier
 from quire.core.deltas import Admission, BlockLife, SequenceDelta, WaitReason
 from quire.core.errors import USER_ERRORS, EngineError, error_of
+from quire.core.images import ImageInputs
 from quire.core.lora import Adapter, AdapterUse
 from quire.core.outputs import KVStats
 from quire.core.plan import GraphCounts
@@ -195,6 +196,8 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     no_pooler_reason: str = ""  # for which it gives none
     generates: bool = True  # False: it has no output head
     sliding_window: int | None = None  # as in CacheConfig
+    images: ImageInputs | None = None  # None: it reads text alone
+    no_images_reason: str = ""  # for which it reads text alone
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

@@ -28,6 +28,7 @@ from quire.decoding.sampler import (
 )
 from quire.execution.batch import AdapterRows, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter
+from quire.execution.image_rows import ImageRows
 from quire.execution.row_results import GRAMMAR_FIELD, add_drafts, advance_grammars, late_rows, verified
 from quire.execution.step_timer import Rate, StepTimer
 from quire.execution.swapper import Swapper
@@ -46,6 +47,7 @@ class StepCompute:
     def __init__(
         self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, swapper: Swapper | None = None,
         grammars: GrammarRows | None = None, drafter: Drafter | None = None, adapters: AdapterRows | None = None,
+        images: ImageRows | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.cache = cache            # all models that share the block tables; the model's layers first
@@ -56,6 +58,7 @@ class StepCompute:
         self.grammars = grammars      # None: no request has a grammar
         self.drafter = drafter        # None: no row has drafts
         self.adapters = adapters      # None: no row has an adapter
+        self.images = images          # None: no row has an image
         self._prefill_rate, self._timer = Rate(), StepTimer()
 
     def prepare(self, plan: StepPlan, *, has_tables: bool = True) -> tuple[StepInputs, float]:
@@ -69,6 +72,8 @@ class StepCompute:
         inputs = self.batch.inputs(plan, has_tables=has_tables)
         if self.adapters is not None and (adapters := self.adapters.of_step(plan)) is not None:
             inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
+        if self.images is not None and (embeds := self.images.of_step(plan)) is not None:
+            inputs = inputs._replace(forward=replace(inputs.forward, embeds=embeds))
         if self.grammars is not None and (self.grammars.states or plan.new_rows):   # else no row has a grammar
             self.grammars.apply(plan)
             step = self.grammars.start_step(

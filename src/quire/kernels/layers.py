@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple, Protocol
 from quire.kernels.tensors import DType, Tensor
 
 Activation = Literal[
-    "none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu"
+    "none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu",
+    "quick_gelu",
 ]  # fmt: skip
 GATED: tuple[Activation, ...] = (  # two layers each, gate and up
     "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul"

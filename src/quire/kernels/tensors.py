@@ -3,6 +3,7 @@
 NumPy computes with none of the dtypes that it lacks: these functions go by way of float32, and round once.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,6 +90,17 @@ def empty_like(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 def take_rows(x: Tensor, rows: Any) -> Tensor:  # noqa: ANN401 (int64 [num_rows], where x is)
     """Return rows of x [any, ...] in memory of their own."""
     return x.take(rows, axis=0) if isinstance(x, np.ndarray) else x[rows]
+
+
+def concatenated_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of tensors, one after the other, in memory of their own."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    joined, first = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:]), 0
+    for part in parts:
+        joined[first : first + len(part)] = part
+        first += len(part)
+    return joined
 
 
 def floats(x: Tensor) -> NDArray[np.float32]:

@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "GraniteForCausalLM": llama_variants.granite,
     "Lfm2ForCausalLM": lfm2.lfm2,
     "Lfm2MoeForCausalLM": lfm2.lfm2_moe,
+    "LlavaForConditionalGeneration": multimodal.llava,
     "Mistral3ForConditionalGeneration": multimodal.mistral3,
     "Mistral4ForCausalLM": deepseek.mistral4,
     "OlmoForCausalLM": olmo.olmo,

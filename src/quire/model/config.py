@@ -17,7 +17,16 @@ from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
 from quire.model.architectures import ENCODER_ARCHITECTURES, FAMILIES, MODEL_TYPES, REFUSED
 from quire.model.config_reader import CONFIG_FILE, ConfigReader
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, TableShape, VectorShape, layer_shapes
+from quire.model.shapes import (
+    DecoderShapes,
+    LinearShape,
+    NormShape,
+    Shape,
+    TableShape,
+    VectorShape,
+    layer_shapes,
+    vision_shapes,
+)
 from quire.model.spec import DecoderSpec, Experts, SpecError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -157,7 +166,8 @@ def num_parameters(spec: DecoderSpec) -> int:
     *around, head = DecoderShapes.of(spec)
     num_tied = head.num_weights if spec.is_head_tied else 0
     num_head = num_elements(head) - num_tied if spec.has_head else 0
-    return sum(map(num_elements, (*around, *_shapes_of_layers(spec)))) + num_head
+    vision = () if spec.vision is None else vision_shapes(spec.vision)
+    return sum(map(num_elements, (*around, *_shapes_of_layers(spec), *vision))) + num_head
 
 
 def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:

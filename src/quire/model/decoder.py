@@ -1,6 +1,7 @@
 """The decoder, or encoder: embeddings, a layer program and a head, built from a spec."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
 from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weights import TokenTable, WeightReader
+
+if TYPE_CHECKING:
+    from quire.model.vision import VisionTower
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched
 
@@ -104,6 +108,7 @@ class Decoder:
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
         self._head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
+        self.vision: VisionTower | None = None
         self._tally = weights.tally
         self._tally.frequencies |= frequencies
 
@@ -154,7 +159,10 @@ class Decoder:
         inputs = LayerInputs(
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )
-        return self._program.run(self._embedding(batch.token_ids, batch.positions, batch.token_types), inputs)
+        x = self._embedding(batch.token_ids, batch.positions, batch.token_types)
+        if batch.embeds is not None:
+            x[batch.embeds.rows] = batch.embeds.values
+        return self._program.run(x, inputs)
 
     def start_timing(self) -> ProgramTimer:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""

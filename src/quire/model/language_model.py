@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,13 @@ from quire.kernels.back_end import BackEnd
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.tensors import NUMPY_LIBRARY, DType, Library, Tensor
 from quire.model.kv_cache import KVCache, KVGeometry
+
+
+class Embeds(NamedTuple):
+    """Rows of hidden states that replace the embeddings of tokens: those of images."""
+
+    rows: NDArray[np.int64]  # [num_rows], places in the batch
+    values: Tensor           # [num_rows, hidden_size], of the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class ForwardBatch:
     block_tables: Tensor   # [S, max_blocks] int32
     token_types: Tensor | None = field(default=None, kw_only=True)  # [T] int64, 1 in a pair's second text; None: all 0
     adapters: RowAdapters | None = field(default=None, kw_only=True)  # one per token; None: the model alone
+    embeds: Embeds | None = field(default=None, kw_only=True)         # None: all are looked up
 
     def taken(self, library: Library) -> "ForwardBatch":
         """Return a batch of arrays as one of the library's tensors in host memory."""
@@ -36,11 +44,12 @@ class ForwardBatch:
         return ForwardBatch(
             *map(library.tensor, self.tensors), token_types=None if types is None else library.tensor(types),
             adapters=None if adapters is None else adapters._replace(of_row=library.tensor(adapters.of_row)),
+            embeds=self.embeds,
         )
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them in the order of the fields, without the token types and the adapters."""
+        """All of them in the order of the fields, without the token types, the adapters and the embeds."""
         return [
             self.token_ids, self.positions, self.slot_mapping, self.query_starts, self.context_lens, self.block_tables
         ]  # fmt: skip

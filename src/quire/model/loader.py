@@ -13,6 +13,7 @@ from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOpti
 from quire.model.sharding import Ranks, check_shardable
 from quire.model.source import ModelSource, read_folder
 from quire.model.spec import DecoderSpec, WeightMap
+from quire.model.vision import VisionTower
 from quire.model.weight_format import WeightFormat
 from quire.model.weights import WeightReader
 
@@ -106,6 +107,8 @@ def build_decoder(
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     num_positions = min(table_positions or longest, longest)
     decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype, max_truncated)
+    if spec.vision is not None and ranks is None and str(device) == "cpu":
+        decoder.vision = VisionTower(spec.vision, weights)
     weights.warn_of_unread()
     return decoder
 

@@ -20,6 +20,7 @@ from quire.model.spec import (
     LayerSpec,
     Mixer,
     ShortConv,
+    VisionSpec,
 )
 
 
@@ -329,6 +330,40 @@ class DecoderShapes(NamedTuple):
             classifier_norm=classifier_norm,
             head=LinearShape((names.head,), (num_outputs,), width, spec.has_head_bias),
         )
+
+
+class VisionShapes(NamedTuple):
+    """The modules of an encoder of images around its layers."""
+
+    patches: LinearShape
+    class_token: VectorShape | None
+    positions: TableShape
+    pre_norm: NormShape
+    projector_in: LinearShape
+    projector_out: LinearShape
+
+    @classmethod
+    def of(cls, spec: VisionSpec) -> "VisionShapes":
+        """Return the shapes of an encoder."""
+        tower, names = spec.tower, spec.tower.weights
+        width, inner = tower.hidden_size, spec.hidden_size
+        first, second = spec.projector
+        return cls(
+            patches=LinearShape((spec.patches,), (width,), spec.num_channels * spec.patch_size**2),
+            class_token=VectorShape(spec.class_token, width) if spec.has_class_token else None,
+            positions=TableShape(names.embedding, tower.vocab_size, width),
+            pre_norm=_norm(tower, spec.pre_norm, width),
+            projector_in=LinearShape(
+                (first,), (inner,), width, spec.projector_has_bias, spec.projector_activation
+            ),
+            projector_out=LinearShape((second,), (inner,), inner, spec.projector_has_bias),
+        )
+
+
+def vision_shapes(spec: VisionSpec) -> list[Shape | None]:
+    """Return the shapes of all weights of an encoder of images; all are of floats."""
+    tower = spec.tower
+    return [*VisionShapes.of(spec), *(shape for layer in tower.layers for shape in layer_shapes(tower, layer))]
 
 
 def _feed_forward(

@@ -16,7 +16,8 @@ NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied
 # input and on its output (Gemma 2); on its output alone (OLMo 2).
 NormPosition = Literal["pre", "post", "around", "output"]
 Activation = Literal[  # _and_mul: gated, two in
-    "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu"
+    "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu",
+    "quick_gelu",
 ]  # fmt: skip
 ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in config.json
     "gelu_new": "gelu_tanh",
@@ -24,6 +25,7 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "quick_gelu": "quick_gelu",
 }
 Place = Literal[  # ops of a layer that a part may follow
     "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
@@ -396,6 +398,7 @@ class DecoderSpec:
     num_token_types: int = 0                    # 0: no embeddings of token types
     has_embedding_norm: bool = False
     classifier: Classifier | None = None        # the head, in place of one over the vocabulary
+    vision: "VisionSpec | None" = field(default=None, repr=False)  # None: reads text alone
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
@@ -516,6 +519,42 @@ class DecoderSpec:
     def sliding_window(self) -> int | None:
         """The widest window, as in `widest_window`."""
         return widest_window(self.windows)
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """An encoder of images, and the projector from its width to the decoder's.
+
+    Square images are cut into patches, which are projected; with learned positions they pass the layers of `tower`,
+    which are not causal. `projector`: modules of its two layers, below one of `projector_prefixes`.
+    """
+
+    family: str                            # of the processors that make pixels
+    image_token_id: int                    # its embeddings are replaced by what the projector gives
+    tower: DecoderSpec                     # `vocab_size`: positions
+    image_size: int                        # pixels
+    patch_size: int                        # pixels
+    num_channels: int
+    has_class_token: bool                  # before the patches
+    keeps_class_token: bool                # behind the layers
+    projector_activation: Activation
+    projector_has_bias: bool
+    hidden_size: int                       # of the decoder
+    patches: str = "embeddings.patch_embedding"
+    class_token: str = "embeddings.class_embedding"  # noqa: S105 (no password)
+    pre_norm: str = "pre_layrnorm"
+    projector: tuple[str, str] = ("linear_1", "linear_2")
+    projector_prefixes: tuple[str, ...] = ("multi_modal_projector.", "model.multi_modal_projector.")
+
+    @property
+    def grid(self) -> int:
+        """Patches in a row, and in a column."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the decoder that an image gives."""
+        return self.grid**2 + self.keeps_class_token
 
 
 def widest_window(windows: Sequence[int | None]) -> int | None:

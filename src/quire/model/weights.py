@@ -93,6 +93,15 @@ class WeightReader:
         scoped._prefix = ""
         return scoped
 
+    def below(self, prefixes: Sequence[str], module: str, names: WeightMap | None = None) -> "WeightReader":
+        """Return a reader of a part of floats, below the first prefix under which the checkpoint has `module`.
+
+        names: of its layers, where it has some.
+        """
+        scoped, found = copy.copy(self), (each for each in prefixes if f"{each}{module}.weight" in self._tensors.names)
+        scoped.names, scoped._format, scoped._prefix = names or self.names, DenseFormat(), next(found, prefixes[0])
+        return scoped
+
     def table(self, shape: TableShape) -> Tensor:
         """Return a table of floats [num_rows, width]."""
         return self.taken(self._read_table(shape))

@@ -103,6 +103,8 @@ def _chunks(
             if sequence.seq_id in forked and isinstance(request.task, BeamTask):
                 ahead.resting.append((request, sequence))
             elif sequence.seq_id not in seen:
+                if request.images:
+                    return None         # its encodings are planned with the step itself
                 start = sequence.num_computed_tokens + counts.get(sequence.seq_id, 0)
                 num_known = sequence.num_prompt_tokens if waits_to_fork else sequence.num_tokens
                 if num_known > start or not isinstance(request.task, Pool):  # else it ends with the current step

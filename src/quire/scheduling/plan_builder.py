@@ -8,6 +8,7 @@ from quire.cache.block_table import TableUpdate
 from quire.core.plan import BlockCopy, BlockIds, NewRow, RowDrafts, StepPlan
 from quire.core.pooling import beam_params, pool_of
 from quire.core.sequence import Request, Sequence
+from quire.core.token_ids import TokenIds
 
 NO_TOKEN = -1
 _ROW = attrgetter("row")
@@ -63,7 +64,7 @@ class PlanBuilder:
         self.plan.new_rows.append(
             NewRow(
                 row=sequence.row,
-                token_ids=sequence.token_ids.fork(),
+                token_ids=sequence.token_ids.fork() if not request.images else _real_tokens(request, sequence),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 block_ids=block_ids,
                 params=request.params,
@@ -73,6 +74,7 @@ class PlanBuilder:
                 beam=beam_params(request.task),
                 pool=pool_of(request.task),
                 scope=request.scope,
+                images=() if not request.images else tuple(image.span for image in request.images),
             )
         )
 
@@ -177,3 +179,8 @@ class PlanBuilder:
             plan.counts, plan.sample_rows, plan.sample_tokens, plan.stored_entries, self.planned, self.sampled,
             self.forked, plan.drafts,
         )  # fmt: skip
+
+
+def _real_tokens(request: Request, sequence: Sequence) -> TokenIds:
+    """Return the tokens of a sequence as the model reads them, with image tokens at placeholders."""
+    return TokenIds(request.prompt_token_ids, sequence.token_ids.output)

@@ -21,6 +21,7 @@ from quire.core.plan import BlockCopy
 from quire.core.pooling import BeamTask, PinTask, Pool
 from quire.core.sequence import NO_ROW, Request, Sequence
 from quire.scheduling.admission import AdmissionControl
+from quire.scheduling.image_encodings import ImageEncodings
 from quire.scheduling.kv_shares import KVShares
 from quire.scheduling.plan_builder import PlanBuilder, PlannedDrafts
 from quire.scheduling.preemption import PreemptionPolicy
@@ -47,6 +48,7 @@ class Planner:
         self._unprepared = unprepared
         self._queues, self._admission, self._preemption = queues, admission, preemption
         self._order, self._cache = order, cache
+        self.images: ImageEncodings | None = None       # None: the model reads text alone
         budget = ChunkedPrefillBudget if config.chunks_prompts else WholePrompts
         self.time = TimeBudget(config.itl_target_s, config.ttft_target_s, config.max_num_batched_tokens)
         self._prefill_budget = budget(config.max_num_batched_tokens, queues.running, self._admissible, self.time)
@@ -141,7 +143,7 @@ class Planner:
         except SelfPreemptedError:
             step.cut(mark)
             raise
-        if waits_to_fork or (is_alone and used < num_missing):
+        if waits_to_fork or (is_alone and (used < num_missing or request.images)):  # with images, `used` has their cost
             self._admission.reserve(request)
         return used
 
@@ -165,20 +167,33 @@ class Planner:
         if request.live[-1].row == NO_ROW:
             if first.row == NO_ROW:
                 self._start(step, request, first, NO_MATCH)             # the group's first has ended before the fork
-            num_missing = num_missing_tokens(request)
+            num_missing, cost = num_missing_tokens(request), 0
             used = min(num_missing, budget)
-            self._advance(step, request, first, used)
+            if request.images:
+                used, cost = self._encode(step, request, first, used, budget)
+            if used:
+                self._advance(step, request, first, used)
             if used == num_missing:
                 for other in rest:
                     self._fork(step, request, first, other)
-            return used
+            return used + cost
         left = budget
         for sequence in request.live:
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, left)
+            if request.images and num_tokens > 0:
+                num_tokens, cost = self._encode(step, request, sequence, num_tokens, left)
+                left -= cost
             if num_tokens > 0:                                          # else a beam that waits for the other beams
                 self._advance(step, request, sequence, num_tokens)
                 left -= num_tokens
         return budget - left
+
+    def _encode(
+        self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int, budget: int
+    ) -> tuple[int, int]:
+        """Plan the encodings of images for a sequence's next tokens; return as `ImageEncodings.fit`."""
+        assert self.images is not None, "images of a model that reads text alone"
+        return self.images.fit(step, request.images, sequence.num_computed_tokens, num_tokens, budget)
 
     def _advance(self, step: PlanBuilder, request: Request, sequence: Sequence, num_tokens: int) -> None:
         """Plan the next tokens of a sequence.
@@ -445,7 +460,7 @@ def num_missing_tokens(request: Request) -> int:
 def _decodes(running: list[Request], index: int, budget: int) -> list[Sequence]:
     """Return the sequences of the running requests from `index` on that compute one token each: most, in most steps.
 
-    Ends before a request that has more to compute, or is a group, or pools.
+    Ends before a request that has more to compute, or is a group, or pools, or is at the end of a prompt with images.
     """
     sequences = []
     for request in running[index : index + min(budget, _DECODES_AT_ONCE)]:
@@ -454,7 +469,7 @@ def _decodes(running: list[Request], index: int, budget: int) -> list[Sequence]:
         output = first.token_ids.output
         if first.num_prompt_tokens + len(output) - first.num_computed_tokens != 1 or len(live) > 1:
             break
-        if first.row == NO_ROW or (not output and isinstance(request.task, Pool)):
+        if first.row == NO_ROW or (not output and (request.images or isinstance(request.task, Pool))):
             break
         sequences.append(first)
     return sequences

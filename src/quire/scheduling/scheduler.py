@@ -22,6 +22,7 @@ from quire.cache.prefix_cache import PrefixCache
 from quire.cache.prefixes import Prefixes
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import PREPARATION, SequenceDelta
+from quire.core.images import cache_keys
 from quire.core.optional_package import SCHEDULERS, load
 from quire.core.plan import StepPlan, StepResult
 from quire.core.pooling import BeamTask, PinTask
@@ -99,6 +100,8 @@ class Scheduler:
         if isinstance(request.task, PinTask):
             check_pinnable(num_prompt_tokens, self.queues.requests.values(), self.cache, self.limits)
         prompt = pack_tokens(request.prompt_token_ids)
+        if request.images:
+            prompt = cache_keys(prompt, request.images)
         request.live = [
             Sequence(
                 seq_id=next(self._seq_ids),
@@ -295,6 +298,8 @@ class Scheduler:
         affected = _affected_by(steps, self.queues.running, self.cache)
         _release_affected(affected, self.step.swapped_out, self.queues, self.preemption)
         self.cache.end_step()
+        if self.planner.images is not None:
+            self.planner.images.undo(steps)
         return [request.request_id for request in (affected if at is None else [at])]
 
     # --- isolation: see quire.scheduling.isolation --------------------------------------------------------------------
@@ -325,6 +330,8 @@ class Scheduler:
         assert self.queues.num_running_seqs <= self.config.max_num_seqs
         _check_running(self.queues.running, self._ahead, self.cache)
         self._deadlines.check()
+        if self.planner.images is not None:
+            self.planner.images.check()
         self._searches.check(self.queues.requests.values())
         check_pinned(self.queues.requests.values(), self.cache, self.limits)
 

@@ -21,6 +21,7 @@ from quire.model.shapes import (
     TableShape,
     VectorShape,
     layer_shapes,
+    vision_shapes,
 )
 from quire.model.sharding import HEAD_OPS, Range, Shard
 from quire.model.spec import DecoderSpec, LayerSpec, ShortConv
@@ -140,6 +141,8 @@ def weight_bytes(
 
     is_head_kept |= of_one_token and spec.has_head
     total = sum(kept(shape, prefix) for shape in around[:-1])
+    if spec.vision is not None and not of_one_token and shard is None:
+        total += sum(_kept_bytes(shape, dtype, packing, UNQUANTIZED.layers) for shape in vision_shapes(spec.vision))
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
         shapes = list(layer_shapes(spec, layer))

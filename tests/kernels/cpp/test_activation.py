@@ -28,7 +28,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @covering(
     {
-        "name": ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "relu"],
+        "name": ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "quick_gelu", "relu"],
         "width": [1, 15, 16, 172, 520],
         "has_bias": [False, True],
         ("dtype", "tol"): DTYPES,
@@ -71,7 +71,8 @@ def test_clamped_gate_matches_the_plain_op(dtype: torch.dtype, tol: float) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu"]
+    "name",
+    ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "quick_gelu"],
 )
 def test_rows_have_the_same_bits_among_any_others(name: Activation, dtype: torch.dtype) -> None:
     x = torch.randn(90, 2 * 77).to(dtype)

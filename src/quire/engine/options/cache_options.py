@@ -123,6 +123,11 @@ class CacheOptions:
         row="how blocks are named in events, as vLLM does: `sha256` or `sha256_cbor`; `xxhash` and `xxhash_cbor` are "
         "refused with events, and have no effect without them: the cache compares tokens",
     )  # fmt: skip
+    image_cache_memory: int | str = _cache(
+        "256MiB", "memory of encoded images, of a model that reads images; 256MiB", metavar=SIZE, low=1,
+        row='most bytes of encoded images that are kept for further prompts, of a model that reads images: bytes, or '
+        'text such as `"256MiB"`. At least one image; the least recently used ones are encoded again',
+    )  # fmt: skip
     memory_policy: MemoryPolicy = option(
         "paged", "how KV blocks are given out; all but paged reserve one chunk per sequence", kind="none",
         row="`paged`; or a baseline, for measurements: one contiguous chunk per sequence, by a buddy allocator, "
@@ -149,6 +154,7 @@ class CacheOptions:
 
     def _check_cache(self) -> None:
         parse_bytes(self.kv_disk_write_rate, "kv_disk_write_rate")
+        parse_bytes(self.image_cache_memory, "image_cache_memory")
         if self.kv_disk_dir is None and self.kv_disk_size is not None:
             raise ConfigError(f"kv_disk_size {self.kv_disk_size!r} needs kv_disk_dir")
         if self.kv_disk_dir is not None:

@@ -63,6 +63,7 @@ class EngineSettings(VllmSettings, total=False):
     kv_disk_write_policy: Literal["reused", "finished", "all"]
     kv_disk_write_rate: int | str
     kv_events_config: str
+    image_cache_memory: int | str
     prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
     memory_policy: Literal["paged", "contiguous-max", "contiguous-pow2", "contiguous-oracle"]
     max_kv_share_per_key: float

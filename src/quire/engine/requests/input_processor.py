@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict, TypeVar
 
 from quire.core.checks import MAX_INT, check_int, check_text, shown
 from quire.core.errors import InvalidRequestError
+from quire.core.images import PromptImage
 from quire.core.logprob_table import check_num_rows, width_of
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
@@ -66,6 +67,7 @@ class TokenizedPrompt(NamedTuple):
     key_number: int = 0         # from 1; 0: none
     adapter: Adapter | None = None
     second_text: int = 0        # where the second text of a pair begins; 0: nowhere
+    images: tuple[PromptImage, ...] = ()
 
     def salted(self, cache_salt: str | None, key_number: int = 0) -> "TokenizedPrompt":
         """Return the prompt with a salt, which has been checked, and the number of its key."""
@@ -354,6 +356,7 @@ class InputProcessor:
             stop_token_ids=self._stop_token_ids(eos, params.stop_token_ids),
             task=task,
             scope=Scope(prompt.cache_salt, None if prompt.adapter is None else prompt.adapter.digest),
+            images=prompt.images,
             adapter_folder="" if prompt.adapter is None else prompt.adapter.folder,
             adapter_name="" if prompt.adapter is None else prompt.adapter.name,
             owner=self.owners.label(prompt.key_number, prompt.cache_salt),

@@ -158,6 +158,7 @@ class Activation:
     gelu_tanh: Activation
     gelu: Activation
     relu: Activation
+    quick_gelu: Activation
     gelu_and_mul: Activation
     gelu_tanh_and_mul: Activation
     clamped_silu_and_mul: Activation

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT = 1.702, 7.0
+QUICK_GELU_GAIN = 1.702
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up for gate_up [..., 2 * width], gate in the first half. Shazeer 2020 (SwiGLU)."""
@@ -53,6 +54,12 @@ def gelu(x: Tensor) -> Tensor:
     """Return GELU with the error function. Hendrycks and Gimpel 2016."""
     wide = x.float()
     return (wide * 0.5 * (torch.erf(wide * math.sqrt(0.5)) + 1.0)).to(x.dtype)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(1.702 x), an approximation of GELU. Hendrycks and Gimpel 2016; CLIP (Radford et al. 2021)."""
+    wide = x.float()
+    return (wide / (wide * -QUICK_GELU_GAIN).exp_().add_(1.0)).to(x.dtype)
 
 
 def relu(x: Tensor) -> Tensor:

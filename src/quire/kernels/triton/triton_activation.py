@@ -6,11 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.layers import GATED, Activation
-from quire.kernels.reference.activation import CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT
+from quire.kernels.reference.activation import CLAMPED_SILU_GAIN, CLAMPED_SILU_LIMIT, QUICK_GELU_GAIN
 
 BLOCK = 1024
 SQRT_HALF = tl.constexpr(0.5**0.5)
 SQRT_2_BY_PI = tl.constexpr((2.0 / 3.141592653589793) ** 0.5)
+QUICK_GAIN = tl.constexpr(QUICK_GELU_GAIN)
 GAIN, LIMIT = tl.constexpr(CLAMPED_SILU_GAIN), tl.constexpr(CLAMPED_SILU_LIMIT)
 LEAST = tl.constexpr(-CLAMPED_SILU_LIMIT)
 
@@ -52,6 +53,8 @@ def activated(values, ups, NAME: tl.constexpr):
         wide = tl.minimum(wide, LIMIT)
         limited = tl.minimum(tl.maximum(ups.to(tl.float32), LEAST), LIMIT)
         result = wide / (1.0 + tl.exp(-(wide * GAIN))) * (limited + 1.0)
+    elif NAME == "quick_gelu":
+        result = wide / (1.0 + tl.exp(-(wide * QUICK_GAIN)))
     elif NAME == "relu":
         result = tl.maximum(wide, 0.0)
     elif NAME == "gelu":

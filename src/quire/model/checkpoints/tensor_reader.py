@@ -48,12 +48,13 @@ def read_rows(
     rows: tuple[int, int] | None = None,
     dtypes: Collection[str] = FLOAT_DTYPES,
 ) -> Array:
-    """Return rows [start, stop) of a tensor of a known shape, or all of them.
+    """Return rows [start, stop) of a tensor of a known shape, or all of them; of a convolution, as a matrix.
 
     Raises ModelError, before anything is read, if the tensor is missing or has another shape or none of the dtypes.
     """
     require_tensor(checkpoint, name, shape, dtypes)
-    return checkpoint.read(name, *(rows or (0, shape[0] if shape else 1)))
+    part = checkpoint.read(name, *(rows or (0, shape[0] if shape else 1)))
+    return part.reshape(len(part), -1) if len(shape) == 2 and part.ndim > 2 else part
 
 
 def require_tensor(
@@ -63,7 +64,7 @@ def require_tensor(
     if name not in checkpoint.names:
         raise ModelError(f"{checkpoint.location()}: tensor {name} is missing; expected shape {list(shape)}")
     found, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-    if found != shape:
+    if found != shape and (len(found) != 4 or len(shape) != 2 or (found[0], prod(found[1:])) != shape):
         raise ModelError(
             f"{checkpoint.location(name)}: tensor {name} has shape {list(found)}, expected {list(shape)}"
         )

@@ -1,0 +1,76 @@
+"""Encoder of images: patches through a tower of layers that are not causal, and a projector to the decoder's width.
+
+A tower is an encoder like those of texts, with patches in place of tokens, so an image's rows have the same bits
+whatever else is computed. Radford et al. 2021 (CLIP); Liu et al. 2023 (LLaVA).
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.kernels.back_end import require_attention, require_ops
+from quire.kernels.paged_attention import build_metadata
+from quire.kernels.program import LayerInputs
+from quire.kernels.tensors import Tensor, added, floats, like
+from quire.model.config import num_layer_weights
+from quire.model.decoder import TextCache
+from quire.model.language_model import ForwardBatch
+from quire.model.layer_builder import ProgramInputs, build_program, make_norm
+from quire.model.shapes import VisionShapes
+from quire.model.spec import VisionSpec
+from quire.model.weights import WeightReader
+
+
+class VisionTower:
+    """Encoder and projector of a decoder, ready to run. `weights`: the reader of the decoder, which counts them too."""
+
+    def __init__(self, spec: VisionSpec, weights: WeightReader) -> None:
+        self.spec, self._back_end = spec, weights.back_end
+        tower, shapes, names = spec.tower, VisionShapes.of(spec), spec.tower.weights
+        own = weights.below(names.prefixes, names.embedding, names)
+        self._patches, positions = own.linear(shapes.patches), own.table(shapes.positions)
+        if shapes.class_token is not None:  # the first row's patch is zero: its sum is that of token and position
+            table = floats(positions).copy()
+            table[0] += floats(own.vector(shapes.class_token))
+            positions = like(table, positions)
+        self._positions, self._norm = positions, make_norm(tower, own, shapes.pre_norm)
+        program = build_program(tower, own, ProgramInputs({}, np.zeros(1, np.int64)))
+        require_ops(self._back_end.name, program.ops)
+        require_attention(self._back_end.attention, program.ops, own.dtype)
+        self._program, self.itemsize = self._back_end.fuse(program), own.dtype.itemsize
+        self._cache = TextCache(tower, own.dtype, self._back_end)
+        projector = weights.below(spec.projector_prefixes, spec.projector[0])
+        self._projector = projector.linear(shapes.projector_in), projector.linear(shapes.projector_out)
+
+    def encode(self, pixels: NDArray[np.float32]) -> Tensor:
+        """Return the rows of an image [num_tokens, hidden_size], of the model's dtype.
+
+        pixels: [channels, height, width], as `spec` says.
+        """
+        spec, library = self.spec, self._back_end.library
+        size, grid = spec.patch_size, spec.grid
+        cut = pixels.reshape(spec.num_channels, grid, size, grid, size).transpose(1, 3, 0, 2, 4)
+        patches = np.zeros((grid**2 + spec.has_class_token, spec.num_channels * size**2), np.float32)
+        patches[int(spec.has_class_token) :] = cut.reshape(grid**2, -1)
+        x = self._norm(added(self._patches(like(patches, self._positions)), self._positions))[0]
+        num_rows = len(patches)
+        batch = ForwardBatch(
+            np.zeros(num_rows, np.int64), np.arange(num_rows), np.zeros(num_rows, np.int64),
+            np.array([0, num_rows], np.int32), np.array([num_rows], np.int32), np.zeros((1, 1), np.int32),
+        ).taken(library)  # fmt: skip
+        batch, cache = self._cache.place(batch)
+        metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
+        inputs = LayerInputs(batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values)
+        hidden = self._program.run(x, inputs)
+        if spec.has_class_token and not spec.keeps_class_token:
+            hidden = hidden[1:]
+        first, second = self._projector
+        return second(first(hidden))
+
+
+def flops(spec: VisionSpec) -> float:
+    """Return the operations that an image takes: products of layers, projector and patches, and attention."""
+    tower, shapes = spec.tower, VisionShapes.of(spec)
+    num_rows = spec.grid**2 + spec.has_class_token
+    outside = shapes.patches.num_weights + shapes.projector_in.num_weights + shapes.projector_out.num_weights
+    attention = 4.0 * num_rows * tower.num_heads * tower.head_dim * tower.num_layers
+    return num_rows * (2.0 * (num_layer_weights(tower) + outside) + attention)

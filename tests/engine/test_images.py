@@ -1,0 +1,463 @@
+"""Images in the engine: LLaVA against transformers, and bits that no schedule, cache or preemption changes."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.images import PromptImage, cache_keys
+from quire.core.sampling_params import as_sampling_params
+from quire.core.token_ids import pack_tokens
+from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.kernels.choice import choose_back_end
+from quire.model.config import num_parameters, spec_from_config
+from quire.model.loader import load_model
+from quire.model.source import read_folder
+from quire.model.vision import flops
+from quire.scheduling.image_encodings import ImageEncodings
+from quire.scheduling.plan_builder import PlanBuilder
+from quire_lab.sim.footprint import weight_bytes
+from support.answers import Answer, answers_of
+from support.faults import raising
+from support.random_parameters import randomize
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-4
+IMAGE, NUM_ROWS = 159, 16   # the image token, and the placeholders of an image
+TEXT = {
+    "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "image_size": 28, "patch_size": 7,
+}  # fmt: skip
+LLAVA = {"text_config": TEXT, "vision_config": CLIP, "image_token_index": IMAGE}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
+
+
+def make_reference(**changes: object) -> "transformers.PreTrainedModel":
+    """Return a LLaVA of transformers with random parameters."""
+    torch.manual_seed(3)
+    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**{**LLAVA, **changes})).eval()
+    randomize(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llava")
+    make_reference().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> "transformers.PreTrainedModel":
+    return transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
+
+
+@cache
+def pixels(number: int) -> torch.Tensor:
+    return torch.randn(3, 28, 28, generator=torch.Generator().manual_seed(number))
+
+
+def text(seed: int, count: int) -> list[int]:
+    return torch.randint(5, 150, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompt(*parts: list[int] | int, salt: str | None = None) -> TokenizedPrompt:
+    """Return a prompt of texts, lists of ids, and images, their numbers, which are their serials, too."""
+    ids, images = list[int](), list[PromptImage]()
+    for part in parts:
+        if isinstance(part, int):
+            data = pixels(part).numpy().tobytes()
+            images.append(PromptImage(len(ids), NUM_ROWS, part, (4, 4), (3, 28, 28), data))
+        ids += [IMAGE] * NUM_ROWS if isinstance(part, int) else part
+    return TokenizedPrompt(None, pack_tokens(ids), salt, images=tuple(images))
+
+
+def generate(
+    llm: LLM, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+) -> list[RequestOutput]:
+    found = llm._finish_all(llm._prepare(list(prompts), params), use_tqdm=False)
+    llm._engine.engine.scheduler.check()
+    return found
+
+
+def answers(llm: LLM, prompts: Sequence[TokenizedPrompt], params: Any = GREEDY) -> list[list[Answer]]:  # noqa: ANN401
+    return [answers_of(each) for each in generate(llm, prompts, params)]
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:  # noqa: ANN401 (any setting)
+    sizes = {"num_kv_blocks": 48, "max_num_seqs": 8, "block_size": 8}
+    return LLM(folder, skip_tokenizer_init=True, **{**sizes, **settings})
+
+
+PROMPTS = (
+    prompt(text(1, 9), 1, text(2, 6)),
+    prompt(1, text(3, 3)),
+    prompt(text(1, 9), 2, text(4, 3), 1, text(5, 2)),
+    prompt(text(6, 20)),
+    prompt(text(7, 5), 3),
+    prompt(text(1, 9), 1, 2, text(2, 1)),
+)
+PARAMS = (GREEDY, RANDOM, GREEDY, RANDOM, GREEDY, RANDOM)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[Answer]]:
+    """The answers of PROMPTS, one request after the other, without a prefix cache."""
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        return [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+# --- against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("back_end", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": "relu"},
+        {"vision_feature_layer": 1, "vision_config": CLIP | {"hidden_act": "gelu", "layer_norm_eps": 1e-3}},
+        {"multimodal_projector_bias": False, "text_config": TEXT | {"model_type": "mistral", "sliding_window": 16}},
+    ],
+    ids=["as published", "full", "first layer", "mistral"],
+)
+def test_a_tower_equals_transformers(
+    changes: dict[str, object], back_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_reference(**changes)
+    model.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, back_end=choose_back_end("cpu", back_end))
+    assert decoder.vision is not None
+    found = [torch.as_tensor(np.asarray(decoder.vision.encode(pixels(each).numpy()))).clone() for each in (1, 2, 1)]
+    with torch.no_grad():
+        expected = model.get_image_features(torch.stack([pixels(1), pixels(2)])).pooler_output
+    torch.testing.assert_close(torch.stack(found[:2]), torch.stack(list(expected)), rtol=0, atol=TOLERANCE)
+    assert torch.equal(found[2], found[0])
+    assert "not used" not in caplog.text
+    assert decoder.num_parameters == num_parameters(decoder.spec)
+    if back_end == "cpp":
+        assert decoder.weight_bytes == weight_bytes(decoder.spec, "float32")
+
+
+def test_answers_equal_transformers(folder: Path, reference: "transformers.PreTrainedModel") -> None:
+    params = replace(GREEDY, max_tokens=32, logprobs=160)
+    with open_llm(folder, max_logprobs=160) as llm:
+        found = generate(llm, PROMPTS[:3], params)
+    for own, asked in zip(found, PROMPTS, strict=False):
+        branch, num_prompt = own.outputs[0], len(asked.token_ids)
+        given = torch.stack([pixels(image.serial) for image in asked.images])
+        ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
+        is_image = torch.zeros_like(ids, dtype=torch.bool)
+        for image in asked.images:
+            is_image[:, image.start : image.start + NUM_ROWS] = True
+        with torch.no_grad():                           # image tokens in answers keep their own embeddings
+            embeds = reference.get_input_embeddings()(ids)
+            embeds[is_image] = torch.cat(reference.get_image_features(given).pooler_output)
+            logits = reference(inputs_embeds=embeds).logits[0, num_prompt - 1 : -1]
+        expected = logits.log_softmax(-1)
+        assert expected.argmax(-1).tolist() == list(branch.token_ids)
+        ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
+        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("old", ["vision_tower.", "language_model.model.", "multi_modal_projector."])
+def test_names_of_other_checkpoints_are_read(old: str, folder: Path, tmp_path: Path, alone: list[list[Answer]]) -> None:
+    """As published: vision_tower.vision_model.; as transformers 5 has them in memory: model.language_model."""
+    new = {
+        "vision_tower.": "vision_tower.vision_model.", "language_model.model.": "model.language_model.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    }  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.replace(old, new[old], 1): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with open_llm(tmp_path) as llm:
+        assert answers(llm, PROMPTS[:1]) == alone[:1]
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_batched_requests_have_their_bits(folder: Path, alone: list[list[Answer]]) -> None:
+    with open_llm(folder) as llm:
+        assert answers(llm, PROMPTS, PARAMS) == alone
+        assert answers(llm, PROMPTS[::-1], PARAMS[::-1]) == alone[::-1]    # all found in the cache
+        images = llm._engine.engine.scheduler.planner.images
+        assert images is not None
+        assert images.num_encoded == 3
+
+
+def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
+    for budget in range(1, len(PROMPTS[2].token_ids)):
+        with open_llm(folder, max_num_batched_tokens=budget, max_num_seqs=1, enable_prefix_caching=False) as llm:
+            assert answers(llm, PROMPTS[2:3]) == alone[2:3], budget
+
+
+def test_prefix_hits_before_inside_and_behind_images_have_the_bits_of_none(
+    folder: Path, alone: list[list[Answer]]
+) -> None:
+    with open_llm(folder) as llm:
+        for index, (each, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+            own = each.salted(str(index))
+            ids, images = list(own.token_ids), own.images
+            for cut in range(1, len(ids)):
+                if any(image.start < cut < image.start + NUM_ROWS for image in images):
+                    continue                                    # a request has whole images
+                first = tuple(image for image in images if image.start < cut)
+                salted = own.salted(f"{index} {cut}")
+                generate(llm, [salted._replace(token_ids=pack_tokens(ids[:cut]), images=first)])
+                (found,) = generate(llm, [salted], params)
+                assert answers_of(found) == alone[index], cut
+                assert found.num_cached_tokens == cut - (cut == len(ids))
+            generate(llm, [own], params)
+            (found,) = generate(llm, [own], params)             # all but the last token, which may be of an image
+            assert (found.num_cached_tokens, answers_of(found)) == (len(ids) - 1, alone[index])
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_have_their_bits(mode: str, folder: Path) -> None:
+    """In a pool with little more room than one request takes, and a cache of one image: pixels are needed again."""
+    settings: dict[str, Any] = {"num_kv_blocks": 13, "preemption_mode": mode, "image_cache_memory": NUM_ROWS * 48 * 4}
+    if mode == "swap":
+        settings["num_swap_blocks"] = 32
+    longer = [replace(each, max_tokens=40) for each in PARAMS]
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        alone = answers(llm, PROMPTS, longer)
+    with open_llm(folder, max_model_len=104, max_num_batched_tokens=24, **settings) as llm:
+        assert answers(llm, PROMPTS, longer) == alone
+        assert sum(llm._engine.engine.kv_stats().preemptions.values()) > 0
+        images = llm._engine.engine.scheduler.planner.images
+        assert images is not None
+        assert images.num_encoded > 3
+        rows = llm._engine.engine.executor.worker.compute.images  # type: ignore[attr-defined]
+        assert rows.num_bytes <= NUM_ROWS * 48 * 4
+
+
+def test_forks_beams_and_drafts_have_the_bits_of_none(folder: Path) -> None:
+    several = replace(RANDOM, n=3, max_tokens=12)
+    longer = replace(GREEDY, max_tokens=24)
+    with open_llm(folder) as llm:
+        one_by_one = [
+            answers(llm, [each], replace(several, n=1, seed=None, temperature=0.0))[0] for each in PROMPTS[:3]
+        ]
+        forked = answers(llm, PROMPTS[:3], several)
+        greedy = answers(llm, PROMPTS, longer)
+        beams = llm._finish_all(
+            llm._prepare(list(PROMPTS[:3]), as_sampling_params(BEAM), beam=BEAM), use_tqdm=False
+        )
+    assert [len(each) for each in forked] == [3] * 3
+    with open_llm(folder, max_num_batched_tokens=13, enable_prefix_caching=False) as llm:
+        assert answers(llm, PROMPTS[:3], several) == forked
+        own = llm._finish_all(llm._prepare(list(PROMPTS[:3]), as_sampling_params(BEAM), beam=BEAM), use_tqdm=False)
+        assert [answers_of(each) for each in own] == [answers_of(each) for each in beams]
+        assert answers(llm, PROMPTS[:3], replace(several, n=1, seed=None, temperature=0.0)) == one_by_one
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with open_llm(folder, speculative_config=drafts) as llm:
+        assert answers(llm, PROMPTS, longer) == greedy
+
+
+BEAM = BeamSearchParams(beam_width=3, max_tokens=6)
+
+
+def test_text_on_a_model_of_images_has_the_bits_of_the_text_model(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    own = {name.removeprefix("language_model."): each for name, each in tensors.items() if name.startswith("language")}
+    save_file(own, tmp_path / "model.safetensors")
+    transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    prompts = [prompt(text(seed, 5 + seed)) for seed in range(4)]
+    with open_llm(tmp_path) as llm:
+        expected = answers(llm, prompts, RANDOM)
+        with pytest.raises(InvalidRequestError, match="images cannot be used: the model reads text alone"):
+            generate(llm, PROMPTS[:1])
+    with open_llm(folder) as llm:
+        assert answers(llm, prompts, RANDOM) == expected
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_one_size_never_meet_in_the_cache(folder: Path, alone: list[list[Answer]]) -> None:
+    asked = [prompt(text(1, 9), number, text(2, 6)) for number in (1, 2)]
+    swapped = [prompt(1, 2, text(2, 3)), prompt(2, 1, text(2, 3))]
+    with open_llm(folder) as llm:
+        found = [generate(llm, [each])[0] for each in (*asked, *swapped, asked[0], swapped[1])]
+        again = generate(llm, [asked[0].salted("other")])[0]
+    assert [each.num_cached_tokens for each in found] == [0, 9, 0, 0, len(asked[0].token_ids) - 1, 2 * NUM_ROWS + 2]
+    assert again.num_cached_tokens == 0
+    same = [answers_of(each) for each in found]
+    assert same[0] == same[4] == answers_of(again) == alone[0]
+    assert same[3] == same[5]
+    assert same[0] != same[1]
+    assert same[2] != same[3]
+
+
+def test_the_cache_is_told_serials_and_the_model_image_tokens() -> None:
+    asked = prompt(text(1, 2), 7, text(2, 1), 0)
+    keys = list(cache_keys(asked.token_ids, asked.images))
+    assert keys == [*text(1, 2), *[-8] * NUM_ROWS, *text(2, 1), *[-1] * NUM_ROWS]
+    assert list(asked.token_ids).count(IMAGE) == 2 * NUM_ROWS
+
+
+# --- faults, bounds, bad input ----------------------------------------------------------------------------------------
+
+
+def test_a_failing_encoder_fails_its_request_alone(folder: Path, alone: list[list[Answer]]) -> None:
+    with open_llm(folder) as llm:
+        tower = llm._engine.model.vision  # type: ignore[attr-defined]
+        encode, bad = tower.encode, pixels(3).numpy()
+        tower.encode = lambda given: raising(ValueError)() if np.array_equal(given, bad) else encode(given)
+        found, failed = dict[str, list[Answer]](), []
+        engine, prepared = llm._engine.engine, llm._prepare(list(PROMPTS), list(PARAMS))
+        for each in prepared:
+            engine.add(each.request)
+        ended = dict[int, list[int]]()
+        while engine.scheduler.has_requests:
+            try:
+                deltas = engine.step()
+            except ValueError as error:
+                deltas = engine.recover(error)
+            for delta in deltas:
+                ended.setdefault(delta.request_id, []).extend(delta.token_ids)
+                if delta.error is not None:
+                    failed.append(delta.request_id)
+            engine.scheduler.check()
+        assert not found
+        assert failed == [prepared[4].request.request_id]
+        for index in (0, 1, 2, 3, 5):
+            assert tuple(ended[prepared[index].request.request_id]) == alone[index][0].token_ids
+
+
+def test_encodings_are_bounded_and_charged(folder: Path) -> None:
+    with open_llm(folder) as llm:
+        inputs = llm._engine.ready.images
+    assert inputs is not None
+    spec = read_folder(folder).spec
+    assert spec.vision is not None
+    assert (inputs.family, inputs.image_token_id, inputs.num_tokens, inputs.shape) == ("llava", IMAGE, 16, (3, 28, 28))
+    assert inputs.cost >= 1
+    assert inputs.max_tokens == (256 << 20) // (48 * 4)
+    images, step = ImageEncodings(replace_struct(inputs, max_tokens=40, cost=5)), PlanBuilder()
+    asked = prompt(text(1, 2), 1, 2, 3, text(2, 2)).images
+    assert images.fit(step, asked, 0, 20, 20) == (2 + NUM_ROWS + 2 - 5, 5)         # the budget left
+    assert images.fit(step, asked, 0, 52, 60) == (2 + 2 * NUM_ROWS, 5)             # no room for the third one
+    assert [each.serial for each in step.plan.encodings] == [1, 2]
+    later = PlanBuilder()
+    assert images.fit(later, asked, 20, 32, 3) == (14, 0)                          # the third one costs too much
+    assert images.fit(later, asked, 34, 18, 3) == (1, 5)                           # but is the first of the step now
+    assert (later.plan.dropped_images, [each.serial for each in later.plan.encodings]) == ([1], [3])
+    assert images.fit(later, asked, 2, 16, 40) == (0, 0)                           # no room: the step uses 2 and 3
+    images.check()
+    images.undo([later])
+    images.check()
+    again = PlanBuilder()
+    assert images.fit(again, asked, 34, 18, 3) == (1, 5)
+    assert (again.plan.dropped_images, [each.serial for each in again.plan.encodings]) == ([1, 3], [3])
+    assert (images.num_encoded, images.num_found) == (4, 1)
+
+
+def replace_struct(inputs: Any, **changes: Any) -> Any:  # noqa: ANN401
+    return structs.replace(inputs, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"start": 30}, r"images\[0\]: placeholders \[30, 46\) of a prompt of 31 tokens"),
+        ({"start": 8}, r"images\[0\]: placeholders \[8, 24\) must be the token 159"),
+        ({"num_tokens": 15}, r"images\[0\]: must have 16 placeholders, got 15"),
+        ({"serial": -1}, r"images\[0\]: serial must be from 0"),
+        ({"serial": 2**31}, r"images\[0\]: serial must be from 0"),
+        ({"shape": (3, 28, 29)}, r"images\[0\]: pixels must be float32 \[3, 28, 28\]"),
+        ({"pixels": b"1234"}, r"images\[0\]: pixels must be float32 \[3, 28, 28\], got \[3, 28, 28\] in 4 bytes"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str, shared: LLM) -> None:
+    asked = PROMPTS[0]
+    image = replace_struct(asked.images[0], **change)
+    with pytest.raises(InvalidRequestError, match=message) as refused:
+        generate(shared, [asked._replace(images=(image,))])
+    assert refused.value.param == "images"
+
+
+def test_image_tokens_outside_of_images_are_text(shared: LLM) -> None:
+    (found,) = generate(shared, [prompt(text(1, 3), 1, [IMAGE], text(2, 2))])
+    (as_text,) = generate(shared, [prompt(text(1, 3), [IMAGE] * NUM_ROWS, [IMAGE], text(2, 2))])
+    assert as_text.num_cached_tokens == 3
+    assert answers_of(found) != answers_of(as_text)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[LLM]:
+    with open_llm(folder) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"kv_disk_dir": "disk"}, "they are not served with kv_disk_dir"),
+        ({"record": "run.quirelog"}, "they are not served with record"),
+        ({"memory_policy": "contiguous-max"}, "they are not served with memory_policy 'contiguous-max'"),
+    ],
+)
+def test_settings_without_images_say_so(
+    settings: dict[str, Any], reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_llm(folder, **settings) as llm:
+        with pytest.raises(InvalidRequestError, match=reason):
+            generate(llm, PROMPTS[:1])
+        assert llm._engine.ready.images is None
+        assert llm._engine.ready.no_images_reason == reason
+        assert generate(llm, PROMPTS[3:4])[0].finished
+
+
+def test_settings_of_the_cache_are_checked(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="image_cache_memory 3071 holds no image of the model: one takes 3072 bytes"):
+        open_llm(folder, image_cache_memory=3071)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_feature_layer": [-2, -1]}, "vision_feature_layer must be from -3 to 3"),
+        ({"vision_feature_layer": -4}, "vision_feature_layer must be from -3 to 3, got -4"),
+        ({"vision_feature_layer": 0}, "vision_feature_layer 0 is not supported yet"),
+        ({"image_token_index": 160}, "image_token_index 160 is not in the vocabulary of 160"),
+        ({"vision_feature_select_strategy": "first"}, "vision_feature_select_strategy must be one of default, full"),
+        ({"vision_config": CLIP | {"patch_size": 29}}, "image_size 28 and patch_size 29 must give 1 to 65536 patches"),
+        ({"vision_config": CLIP | {"hidden_act": "mish"}}, "hidden_act must be one of"),
+    ],
+)
+def test_configs_that_cannot_be_served_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        spec_from_config({"architectures": ["LlavaForConditionalGeneration"], **LLAVA, **changes})
+
+
+def test_the_operations_of_an_image_are_those_of_clip() -> None:
+    """LLaVA 1.5's: CLIP-L of 336 pixels, 23 of its layers, and the projector."""
+    clip = {
+        "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
+    }  # fmt: skip
+    config = {"vision_config": clip, "text_config": {"vocab_size": 32_064}}
+    spec = spec_from_config({"architectures": ["LlavaForConditionalGeneration"], **config})
+    assert spec.vision is not None
+    assert spec.vision.num_tokens == 576
+    assert 0.35e12 < flops(spec.vision) < 0.40e12
