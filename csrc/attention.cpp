@@ -96,6 +96,7 @@ struct Scratch {
 // One past the last token that the token at a position of a tile's sequence sees.
 template <typename T>
 long end_of_seen(const Attention<T>& op, const QueryTile& tile, long position) {
+    if (op.seen_ends) return op.seen_ends[tile.first_token + position - tile.first_position];
     return std::min<long>(position + 1 + op.num_ahead(), op.context_lens[tile.sequence]);
 }
 
@@ -266,7 +267,7 @@ void attend(const Attention<T>& op) {
     using E = ReadElement<T, S>;
     static thread_local AttentionWork work;
     static thread_local Aligned<float> kept;
-    cut_work({op, op.query_starts, op.context_lens, op.num_seqs}, num_threads(), work);
+    cut_work({op, op.query_starts, op.context_lens, op.seen_ends, op.num_seqs}, num_threads(), work);
     if (work.tiles.empty()) return;
     const AttentionWork& shared = work;
     const long stride = Results::floats(shared.max_split_rows, rounded_up(op.output_dim(), GROUP) + LANES);

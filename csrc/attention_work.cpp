@@ -34,7 +34,8 @@ void cut_sequence(const AttentionShape& shape, long sequence, long tokens, long 
         tile.num_tokens = std::min(tokens, end - token);
         tile.first_position = start + token - begin;
         tile.first_partition = shape.window ? std::max(0L, tile.first_position - shape.window + 1) / PARTITION : 0;
-        const long last_seen = tile.first_position + tile.num_tokens - 1 + shape.num_ahead();
+        const long last_seen = shape.seen_ends ? shape.seen_ends[token + tile.num_tokens - 1] - 1
+                                               : tile.first_position + tile.num_tokens - 1 + shape.num_ahead();
         tile.end_partition = std::min<long>(last_seen, shape.context_lens[sequence] - 1) / PARTITION + 1;
         tile.num_kv_heads = tile.num_tokens * group <= FEW_ROWS ? shape.num_kv_heads : 1;
         for (tile.kv_head = 0; tile.kv_head < shape.num_kv_heads; tile.kv_head += tile.num_kv_heads) work.tiles.push_back(tile);

@@ -34,7 +34,7 @@ struct AttentionWork {
 };
 
 struct AttentionShape : AttentionParameters {
-    const std::int32_t *query_starts, *context_lens;
+    const std::int32_t *query_starts, *context_lens, *seen_ends;
     long num_seqs;
 };
 

@@ -277,7 +277,8 @@ struct AttentionParameters : Heads {
 // Attention of a flat batch over the paged cache (cache_layout.hpp). query [num_tokens, num_heads, head_dim], out
 // [num_tokens, num_heads, output_dim]: a token's heads have no gaps, tokens `stride` elements apart. Sequence s owns the tokens from
 // query_starts[s] to query_starts[s + 1], the last ones of a context of context_lens[s] tokens; its blocks are row s of
-// block_tables.
+// block_tables. seen_ends [num_tokens]: one past the last position that each token sees, within its context, in place of its own
+// and num_ahead; within a sequence none is below that of the token before it. null: by position.
 template <typename T>
 struct Attention : AttentionParameters {
     const T* query;
@@ -285,7 +286,7 @@ struct Attention : AttentionParameters {
     LayerCache cache;
     T* out;
     long out_stride;
-    const std::int32_t *block_tables, *query_starts, *context_lens;
+    const std::int32_t *block_tables, *query_starts, *context_lens, *seen_ends;
     long table_stride, num_seqs, block_size;
 };
 

@@ -98,8 +98,8 @@ public:
     void operator()(const AttentionOp& op) const {
         call(chosen->attention,
              Attention<T>{op.attention, at(op.query), stride(op.query), program_.caches_[op.layer], at(op.out), stride(op.out),
-                          step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride, step_.num_seqs,
-                          program_.block_size_});
+                          step_.block_tables, step_.query_starts, step_.context_lens, step_.seen_ends, step_.table_stride,
+                          step_.num_seqs, program_.block_size_});
     }
 
     void operator()(const ShortConvOp& op) const {

@@ -89,7 +89,7 @@ using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWrit
 struct ProgramStep {
     long num_tokens;
     const std::int64_t *positions, *slots;
-    const std::int32_t *block_tables, *query_starts, *context_lens;
+    const std::int32_t *block_tables, *query_starts, *context_lens, *seen_ends;
     long table_stride, num_seqs;
 };
 

@@ -135,6 +135,14 @@ def _exchanges(found: MemoryPlan) -> str:
     return f"{number} in a step; a rank gets {num_bytes:,} bytes in one of 1 token"
 
 
+def _images(found: MemoryPlan) -> str:
+    kv_bytes = format_bytes(found.image_tokens * found.kv_bytes_per_token)
+    return (
+        f"{found.image_tokens:,} tokens each: {kv_bytes} of the KV cache, {format_bytes(found.image_bytes)} encoded; "
+        f"the encoder has {format_bytes(found.vision_weight_bytes)} of the weights"
+    )
+
+
 def price_row(prices: list[TargetPrice], found: MemoryPlan) -> dict[str, str]:
     """Return the row of the price of a target of time, if there is one."""
     name = f"steps of {found.scheduler.itl_target_s * 1e3:g} ms"
@@ -177,6 +185,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
         **({"short convolutions": _tails(found)} if found.num_convolutions else {}),
         **({"windows": found.windows} if found.windows else {}),
+        **({"images": _images(found)} if found.image_tokens else {}),
         **({"exchanges": _exchanges(found)} if found.exchanges.number else {}),
         "longest request": f"{found.scheduler.max_model_len:,} tokens",
         "at once": ", ".join(f"{num:,} of {length:,}" for length, num in found.num_fitting.items()) + " tokens",

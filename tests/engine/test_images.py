@@ -1,4 +1,4 @@
-"""Images in the engine: LLaVA against transformers, and bits that no schedule, cache or preemption changes."""
+"""Images in the engine against transformers, and bits that no schedule, cache or preemption changes."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.images import PromptImage, cache_keys
 from quire.core.sampling_params import as_sampling_params
 from quire.core.token_ids import pack_tokens
+from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.kernels.choice import choose_back_end
 from quire.model.config import num_parameters, spec_from_config
@@ -27,6 +28,9 @@ from quire.model.vision import flops
 from quire.scheduling.image_encodings import ImageEncodings
 from quire.scheduling.plan_builder import PlanBuilder
 from quire_lab.sim.footprint import weight_bytes
+from quire_lab.sim.hardware import HARDWARE
+from quire_lab.sim.models import read_model
+from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.faults import raising
 from support.random_parameters import randomize
@@ -42,36 +46,49 @@ TEXT = {
 }  # fmt: skip
 CLIP = {
     "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "image_size": 28, "patch_size": 7,
+    "num_attention_heads": 4, "image_size": 56, "patch_size": 14,
+}  # fmt: skip
+SIGLIP = CLIP | {"model_type": "siglip_vision_model", "patch_size": 7, "vision_use_head": False}
+GEMMA = TEXT | {
+    "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 20,
+    "layer_types": ["sliding_attention", "full_attention"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 LLAVA = {"text_config": TEXT, "vision_config": CLIP, "image_token_index": IMAGE}
+GEMMA3 = {
+    "text_config": GEMMA, "vision_config": SIGLIP, "image_token_index": IMAGE, "mm_tokens_per_image": NUM_ROWS,
+}  # fmt: skip
+FAMILIES = {"llava": ("Llava", LLAVA), "gemma3": ("Gemma3", GEMMA3)}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
 
 
-def make_reference(**changes: object) -> "transformers.PreTrainedModel":
-    """Return a LLaVA of transformers with random parameters."""
+def make_reference(family: str = "llava", **changes: object) -> "transformers.PreTrainedModel":
+    """Return a model of transformers with random parameters."""
+    name, config = FAMILIES[family]
     torch.manual_seed(3)
-    model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(**{**LLAVA, **changes})).eval()
+    make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
+    model = make(settings(**{**config, **changes})).eval()
     randomize(model)
     return model
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_reference(request.param).save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llava")
     make_reference().save_pretrained(path)
     return path
 
 
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> "transformers.PreTrainedModel":
-    return transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
-
-
 @cache
 def pixels(number: int) -> torch.Tensor:
-    return torch.randn(3, 28, 28, generator=torch.Generator().manual_seed(number))
+    return torch.randn(3, 56, 56, generator=torch.Generator().manual_seed(number))
 
 
 def text(seed: int, count: int) -> list[int]:
@@ -84,7 +101,7 @@ def prompt(*parts: list[int] | int, salt: str | None = None) -> TokenizedPrompt:
     for part in parts:
         if isinstance(part, int):
             data = pixels(part).numpy().tobytes()
-            images.append(PromptImage(len(ids), NUM_ROWS, part, (4, 4), (3, 28, 28), data))
+            images.append(PromptImage(len(ids), NUM_ROWS, part, (4, 4), (3, 56, 56), data))
         ids += [IMAGE] * NUM_ROWS if isinstance(part, int) else part
     return TokenizedPrompt(None, pack_tokens(ids), salt, images=tuple(images))
 
@@ -129,19 +146,21 @@ def alone(folder: Path) -> list[list[Answer]]:
 
 @pytest.mark.parametrize("back_end", ["cpp", "torch", "reference"])
 @pytest.mark.parametrize(
-    "changes",
+    ("family", "changes"),
     [
-        {},
-        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "projector_hidden_act": "relu"},
-        {"vision_feature_layer": 1, "vision_config": CLIP | {"hidden_act": "gelu", "layer_norm_eps": 1e-3}},
-        {"multimodal_projector_bias": False, "text_config": TEXT | {"model_type": "mistral", "sliding_window": 16}},
+        ("llava", {}),
+        ("llava", {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+        ("llava", {"vision_feature_layer": 1, "vision_config": CLIP | {"hidden_act": "gelu", "layer_norm_eps": 1e-3}}),
+        ("llava", {"multimodal_projector_bias": False, "text_config": TEXT | {"model_type": "mistral"}}),
+        ("gemma3", {}),
+        ("gemma3", {"mm_tokens_per_image": 64, "vision_config": SIGLIP | {"layer_norm_eps": 1e-3}}),
     ],
-    ids=["as published", "full", "first layer", "mistral"],
+    ids=["llava", "llava, full", "llava, first layer", "llava, mistral", "gemma3", "gemma3, not pooled"],
 )
 def test_a_tower_equals_transformers(
-    changes: dict[str, object], back_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, changes: dict[str, object], back_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = make_reference(**changes)
+    model = make_reference(family, **changes)
     model.save_pretrained(tmp_path)
     decoder = load_model(tmp_path, back_end=choose_back_end("cpu", back_end))
     assert decoder.vision is not None
@@ -156,7 +175,31 @@ def test_a_tower_equals_transformers(
         assert decoder.weight_bytes == weight_bytes(decoder.spec, "float32")
 
 
-def test_answers_equal_transformers(folder: Path, reference: "transformers.PreTrainedModel") -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_error_of_a_tower_is_at_most_1_2_times_that_of_transformers(family: str, tmp_path: Path) -> None:
+    rounded = make_reference(family).bfloat16()
+    rounded.save_pretrained(tmp_path)
+    tower = load_model(tmp_path, back_end=choose_back_end("cpu", "torch")).vision
+    assert tower is not None
+    given = torch.stack([pixels(number) for number in range(8)])
+    found = torch.stack([tower.encode(each.numpy()).float() for each in given])
+    with torch.no_grad():
+        theirs = torch.stack(list(rounded.get_image_features(given.bfloat16()).pooler_output)).float()
+        exact = torch.stack(list(rounded.float().get_image_features(given).pooler_output))
+    errors = [(each - exact).square().mean().sqrt() for each in (found, theirs)]
+    assert 0 < errors[0] <= 1.2 * errors[1]
+
+
+def test_packed_weights_have_the_tower(llava: Path, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):                                              # written, and taken from there
+        with open_llm(llava, packed_weights=str(tmp_path)) as llm:
+            found.append((answers(llm, PROMPTS[:2]), llm._engine.model.weight_bytes))
+    assert found[0] == found[1]
+
+
+def test_answers_equal_transformers(folder: Path) -> None:
+    reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     params = replace(GREEDY, max_tokens=32, logprobs=160)
     with open_llm(folder, max_logprobs=160) as llm:
         found = generate(llm, PROMPTS[:3], params)
@@ -169,8 +212,9 @@ def test_answers_equal_transformers(folder: Path, reference: "transformers.PreTr
             is_image[:, image.start : image.start + NUM_ROWS] = True
         with torch.no_grad():                           # image tokens in answers keep their own embeddings
             embeds = reference.get_input_embeddings()(ids)
-            embeds[is_image] = torch.cat(reference.get_image_features(given).pooler_output)
-            logits = reference(inputs_embeds=embeds).logits[0, num_prompt - 1 : -1]
+            embeds[is_image] = torch.cat(list(reference.get_image_features(given).pooler_output))
+            types = {"token_type_ids": is_image.long()} if "gemma" in reference.config.model_type else {}
+            logits = reference(inputs_embeds=embeds, **types).logits[0, num_prompt - 1 : -1]
         expected = logits.log_softmax(-1)
         assert expected.argmax(-1).tolist() == list(branch.token_ids)
         ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
@@ -275,8 +319,8 @@ def test_forks_beams_and_drafts_have_the_bits_of_none(folder: Path) -> None:
 BEAM = BeamSearchParams(beam_width=3, max_tokens=6)
 
 
-def test_text_on_a_model_of_images_has_the_bits_of_the_text_model(folder: Path, tmp_path: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def test_text_on_a_model_of_images_has_the_bits_of_the_text_model(llava: Path, tmp_path: Path) -> None:
+    tensors = load_file(llava / "model.safetensors")
     own = {name.removeprefix("language_model."): each for name, each in tensors.items() if name.startswith("language")}
     save_file(own, tmp_path / "model.safetensors")
     transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
@@ -285,7 +329,7 @@ def test_text_on_a_model_of_images_has_the_bits_of_the_text_model(folder: Path, 
         expected = answers(llm, prompts, RANDOM)
         with pytest.raises(InvalidRequestError, match="images cannot be used: the model reads text alone"):
             generate(llm, PROMPTS[:1])
-    with open_llm(folder) as llm:
+    with open_llm(llava) as llm:
         assert answers(llm, prompts, RANDOM) == expected
 
 
@@ -343,13 +387,20 @@ def test_a_failing_encoder_fails_its_request_alone(folder: Path, alone: list[lis
             assert tuple(ended[prepared[index].request.request_id]) == alone[index][0].token_ids
 
 
-def test_encodings_are_bounded_and_charged(folder: Path) -> None:
-    with open_llm(folder) as llm:
+def test_random_weights_have_a_tower(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with open_llm(tmp_path, load_format="dummy") as llm:
+        first, second = answers(llm, [prompt(1, text(2, 3)), prompt(2, text(2, 3))])
+    assert first != second
+
+
+def test_encodings_are_bounded_and_charged(llava: Path) -> None:
+    with open_llm(llava) as llm:
         inputs = llm._engine.ready.images
     assert inputs is not None
-    spec = read_folder(folder).spec
+    spec = read_folder(llava).spec
     assert spec.vision is not None
-    assert (inputs.family, inputs.image_token_id, inputs.num_tokens, inputs.shape) == ("llava", IMAGE, 16, (3, 28, 28))
+    assert (inputs.family, inputs.image_token_id, inputs.num_tokens, inputs.shape) == ("llava", IMAGE, 16, (3, 56, 56))
     assert inputs.cost >= 1
     assert inputs.max_tokens == (256 << 20) // (48 * 4)
     images, step = ImageEncodings(replace_struct(inputs, max_tokens=40, cost=5)), PlanBuilder()
@@ -371,6 +422,19 @@ def test_encodings_are_bounded_and_charged(folder: Path) -> None:
     assert (images.num_encoded, images.num_found) == (4, 1)
 
 
+def test_images_whose_tokens_see_each_other_are_not_cut(llava: Path) -> None:
+    with open_llm(llava) as llm:
+        inputs = llm._engine.ready.images
+    inputs = replace_struct(inputs, cost=1, is_whole=True)
+    asked = prompt(text(1, 2), 1, text(2, 3), 2, text(2, 2)).images                  # at [2, 18) and [21, 37)
+    expected = {1: 1, 3: 2, 17: 2, 19: 18, 20: 19, 24: 21, 37: 21, 39: 37}
+    assert {each: ImageEncodings(inputs).fit(PlanBuilder(), asked, 0, each, each)[0] for each in expected} == expected
+    images = ImageEncodings(inputs)
+    assert images.fit(PlanBuilder(), asked, 2, 1, 1) == (NUM_ROWS, 1)                # to its end, past the budget
+    assert images.fit(PlanBuilder(), asked, 10, 1, 1) == (8, 0)                      # the rest of one that was found
+    assert images.fit(PlanBuilder(), asked, 36, 2, 9) == (2, 1)
+
+
 def replace_struct(inputs: Any, **changes: Any) -> Any:  # noqa: ANN401
     return structs.replace(inputs, **changes)
 
@@ -383,8 +447,8 @@ def replace_struct(inputs: Any, **changes: Any) -> Any:  # noqa: ANN401
         ({"num_tokens": 15}, r"images\[0\]: must have 16 placeholders, got 15"),
         ({"serial": -1}, r"images\[0\]: serial must be from 0"),
         ({"serial": 2**31}, r"images\[0\]: serial must be from 0"),
-        ({"shape": (3, 28, 29)}, r"images\[0\]: pixels must be float32 \[3, 28, 28\]"),
-        ({"pixels": b"1234"}, r"images\[0\]: pixels must be float32 \[3, 28, 28\], got \[3, 28, 28\] in 4 bytes"),
+        ({"shape": (3, 56, 57)}, r"images\[0\]: pixels must be float32 \[3, 56, 56\]"),
+        ({"pixels": b"1234"}, r"images\[0\]: pixels must be float32 \[3, 56, 56\], got \[3, 56, 56\] in 4 bytes"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str, shared: LLM) -> None:
@@ -403,8 +467,8 @@ def test_image_tokens_outside_of_images_are_text(shared: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[LLM]:
-    with open_llm(folder) as llm:
+def shared(llava: Path) -> Iterator[LLM]:
+    with open_llm(llava) as llm:
         yield llm
 
 
@@ -413,14 +477,15 @@ def shared(folder: Path) -> Iterator[LLM]:
     [
         ({"kv_disk_dir": "disk"}, "they are not served with kv_disk_dir"),
         ({"record": "run.quirelog"}, "they are not served with record"),
+        ({"tensor_parallel_size": 2}, "they are not served with tensor_parallel_size 2"),
         ({"memory_policy": "contiguous-max"}, "they are not served with memory_policy 'contiguous-max'"),
     ],
 )
 def test_settings_without_images_say_so(
-    settings: dict[str, Any], reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], reason: str, llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with open_llm(folder, **settings) as llm:
+    with open_llm(llava, **settings) as llm:
         with pytest.raises(InvalidRequestError, match=reason):
             generate(llm, PROMPTS[:1])
         assert llm._engine.ready.images is None
@@ -428,9 +493,20 @@ def test_settings_without_images_say_so(
         assert generate(llm, PROMPTS[3:4])[0].finished
 
 
-def test_settings_of_the_cache_are_checked(folder: Path) -> None:
+def test_a_plan_tells_what_an_image_takes(llava: Path) -> None:
+    found = plan_memory(read_model(str(llava)), HARDWARE["H100"], EngineOptions(str(llava), max_model_len=128))
+    assert (found.image_tokens, found.image_bytes, found.vision_weight_bytes) == (0, 0, 0)     # not loaded there
+    own = replace(HARDWARE["H100"], device="cpu")
+    found = plan_memory(read_model(str(llava)), own, EngineOptions(str(llava), max_model_len=128))
+    vision = load_model(llava, back_end=choose_back_end("cpu")).weight_bytes
+    text = weight_bytes(replace(read_folder(llava).spec, vision=None), "float32")
+    expected = (NUM_ROWS, NUM_ROWS * 48 * 4, vision - text)
+    assert (found.image_tokens, found.image_bytes, found.vision_weight_bytes) == expected
+
+
+def test_settings_of_the_cache_are_checked(llava: Path) -> None:
     with pytest.raises(ConfigError, match="image_cache_memory 3071 holds no image of the model: one takes 3072 bytes"):
-        open_llm(folder, image_cache_memory=3071)
+        open_llm(llava, image_cache_memory=3071)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +517,7 @@ def test_settings_of_the_cache_are_checked(folder: Path) -> None:
         ({"vision_feature_layer": 0}, "vision_feature_layer 0 is not supported yet"),
         ({"image_token_index": 160}, "image_token_index 160 is not in the vocabulary of 160"),
         ({"vision_feature_select_strategy": "first"}, "vision_feature_select_strategy must be one of default, full"),
-        ({"vision_config": CLIP | {"patch_size": 29}}, "image_size 28 and patch_size 29 must give 1 to 65536 patches"),
+        ({"vision_config": CLIP | {"patch_size": 57}}, "image_size 56 and patch_size 57 must give 1 to 65536 patches"),
         ({"vision_config": CLIP | {"hidden_act": "mish"}}, "hidden_act must be one of"),
     ],
 )

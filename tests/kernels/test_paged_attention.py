@@ -66,6 +66,21 @@ def test_reference_is_softmax_attention() -> None:
     torch.testing.assert_close(result, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
+def test_reference_with_runs_that_see_each_other_is_softmax_attention_with_that_mask() -> None:
+    tokens, runs, places = Tokens.random(40, (4, 2, 16)), ((3, 12), (12, 20), (25, 40)), torch.arange(40)
+    query, key, value = (x.transpose(0, 1) for x in (tokens.query, tokens.key, tokens.value))
+    seen = places[:, None] >= places
+    for start, stop in runs:
+        seen[start:stop, start:stop] = True
+    for window in (None, 7):
+        (result,) = attend([Part(tokens, 0, 40, runs)], window=window, back_end=REFERENCE)
+        mask = seen if window is None else seen & (places[:, None] - places < window)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(2, 0), value.repeat_interleave(2, 0), attn_mask=mask
+        )
+        torch.testing.assert_close(result, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
 def test_reference_in_both_directions_is_softmax_attention_without_a_mask() -> None:
     tokens = Tokens.random(40, (4, 2, 16))
     query, key, value = (x.transpose(0, 1) for x in (tokens.query, tokens.key, tokens.value))

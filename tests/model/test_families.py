@@ -447,7 +447,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "Gemma3",
         {
             "text_config": GEMMA | {"sliding_window": 11, "query_pre_attn_scalar": 20, "num_hidden_layers": 6},
-            "vision_config": VISION, "mm_tokens_per_image": 4,
+            "vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 159,
         },
     ),
     "gemma3, with vision, untied, linear rope": (
@@ -460,7 +460,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
             }},
-            "vision_config": VISION, "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+            "vision_config": VISION, "mm_tokens_per_image": 4, "tie_word_embeddings": False, "image_token_index": 159,
         },
     ),
     "llava, of a llama": (

@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 
+from quire.core.images import PromptImage
 from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics
 from quire.core.token_ids import pack_tokens
 from quire.engine.requests.input_processor import TokenizedPrompt
@@ -32,11 +33,11 @@ class Past:
 
     def add(
         self, prompt: list[int], *, found: int = 0, key: int = 1, salt: str | None = None, answer: tuple[int, ...] = (),
-        name: str = "", engine: int = 0,
+        name: str = "", engine: int = 0, images: tuple[PromptImage, ...] = (),
     ) -> PastRequest:  # fmt: skip
         self._now_s += 1
         metrics = RequestMetrics(self._now_s, self._now_s, self._now_s + 0.5, num_cached_tokens=found, engine=engine)
-        request = PastRequest(TokenizedPrompt("text", pack_tokens(prompt), salt, key), metrics)
+        request = PastRequest(TokenizedPrompt("text", pack_tokens(prompt), salt, key, images=images), metrics)
         name = name or str(self._now_s)
         self.history.add(name, [request])
         request.append(CompletionOutput(0, "", list(answer)))
@@ -67,6 +68,15 @@ def test_first_of_its_kind_was_never_seen(past: Past) -> None:
 def test_what_was_there_has_been_evicted(past: Past) -> None:
     past.add(PROMPT)
     assert past.miss(PROMPT, found=8) == Miss(8, 2, "evicted")
+
+
+def test_an_image_is_another_prefix_than_one_of_its_size(past: Past) -> None:
+    one, other = (PromptImage(0, 8, serial, (2, 4), (3, 2, 4), b"pixels") for serial in (1, 2))
+    assert past.miss(PROMPT, images=(one,)) == Miss(0, 0, "never_seen")
+    assert past.miss(PROMPT, images=(other,)) == Miss(0, 0, "never_seen")
+    again = past.add(PROMPT, images=(one,))
+    assert past.explain(again) == Miss(0, 0, "evicted")
+    assert (again.has_images, again.prompt.images) == (True, ())
 
 
 def test_the_same_under_another_salt_of_the_same_key(past: Past) -> None:

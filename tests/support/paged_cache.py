@@ -39,11 +39,17 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Part:
-    """Positions [start, stop) of a sequence: what one step computes of it."""
+    """Positions [start, stop) of a sequence: what one step computes of it. `runs` of positions see each other."""
 
     tokens: Tokens
     start: int
     stop: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def seen_ends(self) -> list[int]:
+        """Return one past the last position that each position sees."""
+        ends = {place: stop for start, stop in self.runs for place in range(start, stop)}
+        return [ends.get(place, place + 1) for place in range(self.start, self.stop)]
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,11 @@ def attend(
         _fill(table, part, window, (key_cache, value_cache), scales)
     counts = torch.tensor([0] + [part.stop - part.start for part in parts])
     context_lens = torch.tensor([part.stop for part in parts]).int()
+    seen_ends = None
+    if any(part.runs for part in parts):
+        seen_ends = torch.tensor([end for part in parts for end in part.seen_ends()], dtype=torch.int32, device=device)
     metadata = build_metadata(
-        tables.to(device), counts.cumsum(0).int().to(device), context_lens.to(device), paging.block_size
+        tables.to(device), counts.cumsum(0).int().to(device), context_lens.to(device), paging.block_size, seen_ends
     )
     if back_end.name == "cuda":
         key_cache, value_cache = (scales_behind(x, parts[0].tokens.key.shape[2]) for x in (key_cache, value_cache))

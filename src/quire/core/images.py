@@ -57,7 +57,7 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
 
     family: of the processor that makes the pixels. num_tokens: placeholders of each image; shape: of its pixels.
     cost: tokens of a step that the encoding of an image is charged as. max_tokens: most placeholders of one image, what
-    the encoder cache holds.
+    the encoder cache holds. is_whole: the placeholders of an image see each other, and a step computes all of them.
     """
 
     family: str
@@ -66,6 +66,7 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     cost: int
     max_tokens: int
+    is_whole: bool = False
 
     def check(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
         """Raise InvalidRequestError for images that are not of this form, or not where placeholders are.

@@ -204,6 +204,7 @@ class KVStats:
     blocks_by_owner: dict[str, int] | None = None
     transfer: dict[str, float] = field(default_factory=dict)  # to and from other engines: `KVPeers.stats`
     disk: dict[str, float] = field(default_factory=dict)  # disk tier, as `quire.engine.kv_disk` counts; {}: none
+    images: dict[str, int] = field(default_factory=dict)  # as `ImageEncodings.stats`; {}: text alone
 
     @property
     def usage(self) -> float:

@@ -266,7 +266,7 @@ def _build(
         swapper = device.swapper(kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir)
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
-    images, no_images_reason = _image_inputs(options, loaded)
+    images, no_images_reason = _image_inputs(options, loaded, ranks)
     tower = model.vision if images is not None and isinstance(model, Decoder) else None
     compute = StepCompute(
         model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows,
@@ -300,9 +300,11 @@ def _build(
     return engine
 
 
-def _image_inputs(options: EngineOptions, loaded: LoadedModel) -> tuple[ImageInputs | None, str]:
+def _image_inputs(
+    options: EngineOptions, loaded: LoadedModel, ranks: "RankSet | None"
+) -> tuple[ImageInputs | None, str]:
     """Return the images that an engine accepts; or None, and the reason. ConfigError for a cache of less than one."""
-    model = loaded.model
+    model = loaded.model if ranks is None else ranks.own_model
     spec = model.spec.vision if isinstance(model, Decoder) else None
     if spec is None:
         return None, TEXT_ALONE
@@ -313,6 +315,7 @@ def _image_inputs(options: EngineOptions, loaded: LoadedModel) -> tuple[ImageInp
         "kv_disk_dir": options.kv_disk_dir is not None,   # numbers of images do not outlast a start
         "kv_events_config": options.kv_events is not None,
         "record": options.record is not None,
+        f"kv_role {options.kv_role!r}": options.kv_role != "none",
     }
     for name, is_asked in refused.items():
         if is_asked:
@@ -329,7 +332,7 @@ def _image_inputs(options: EngineOptions, loaded: LoadedModel) -> tuple[ImageInp
     cost = math.ceil(flops(spec) / (2.0 * num_layer_weights(model.spec)))
     shape = spec.num_channels, spec.image_size, spec.image_size
     return ImageInputs(
-        spec.family, spec.image_token_id, spec.num_tokens, shape, cost, num_bytes // row_bytes
+        spec.family, spec.image_token_id, spec.num_tokens, shape, cost, num_bytes // row_bytes, spec.sees_whole
     ), ""
 
 

@@ -121,6 +121,8 @@ class Engine:
     a run with the same requests, results and times has the same plans.
     """
 
+    no_images_reason = TEXT_ALONE  # for which requests with images are refused, where the scheduler plans no encodings
+
     def __init__(
         self, scheduler: Scheduler, executor: Executor, grammars: "ConstrainedDecoding | None" = None,
         adapters: "AdapterStore | None" = None, clock: Callable[[], float] = time.monotonic,
@@ -131,7 +133,6 @@ class Engine:
         self.adapters = adapters            # None: requests with adapters are refused
         self.disk = disk                    # None: no keys and values are kept on a disk
         self.peers = peers                  # None: no part in prefill apart from decoding
-        self.no_images_reason = TEXT_ALONE
         self.num_computed_tokens = 0        # computed by the last step
         self.timing: StepTiming | None = None  # how long the last step took; None: it computed nothing
         self.recent: RecentPlans | None = None  # None: plans are not kept
@@ -365,6 +366,7 @@ class Engine:
             recovery_saved_s=preemptions.saved_s,
             disk={} if self.disk is None else self.disk.stats(),
             transfer={} if self.peers is None else self.peers.stats(),
+            images={} if (images := self.scheduler.planner.images) is None else images.stats(),
         )
 
     def block_map(self, first: int, count: int, tier: Tier = "kv") -> BlockMap:

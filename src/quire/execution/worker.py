@@ -72,8 +72,8 @@ class StepCompute:
         inputs = self.batch.inputs(plan, has_tables=has_tables)
         if self.adapters is not None and (adapters := self.adapters.of_step(plan)) is not None:
             inputs = inputs._replace(forward=replace(inputs.forward, adapters=adapters))
-        if self.images is not None and (embeds := self.images.of_step(plan)) is not None:
-            inputs = inputs._replace(forward=replace(inputs.forward, embeds=embeds))
+        if self.images is not None:
+            inputs = inputs._replace(forward=self.images.apply(plan, inputs.forward))
         if self.grammars is not None and (self.grammars.states or plan.new_rows):   # else no row has a grammar
             self.grammars.apply(plan)
             step = self.grammars.start_step(
@@ -143,6 +143,8 @@ class StepCompute:
 
     def timed(self, result: StepResult, inputs: StepInputs, seconds: float) -> StepResult:
         """Record how long a step took, for the results of later ones; return its result with that."""
+        if self.images is not None and self.images.has_encoded:  # that is not the time of its tokens
+            return structs.replace(result, step_s=seconds)
         num_tokens = len(inputs.forward.token_ids)
         if num_tokens > len(inputs.rows):                                          # else every row is a decode
             self._prefill_rate.add(num_tokens, seconds)

@@ -20,6 +20,7 @@ class AttentionMetadata:
     query_starts: Tensor   # [num_seqs + 1] int32
     context_lens: Tensor   # [num_seqs] int32
     block_size: int
+    seen_ends: Tensor | None = None  # [num_tokens] int32, one past the last position that each sees; None: its own
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)  # what a back end keeps during the step
 
     @property
@@ -100,7 +101,7 @@ class AttentionBackEnd:
 
 
 def build_metadata(
-    block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int
+    block_tables: Tensor, query_starts: Tensor, context_lens: Tensor, block_size: int, seen_ends: Tensor | None = None
 ) -> AttentionMetadata:
     """Return the metadata of a step; arguments as in `AttentionMetadata`, the rows of tables without gaps.
 
@@ -108,7 +109,7 @@ def build_metadata(
     """
     assert len(query_starts) == len(context_lens) + 1 == len(block_tables) + 1
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
-    return AttentionMetadata(block_tables, query_starts, context_lens, block_size)
+    return AttentionMetadata(block_tables, query_starts, context_lens, block_size, seen_ends)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,8 @@ class Decoder:
     An encoder computes whole texts, on keys and values that it keeps for a step alone.
     """
 
+    vision: "VisionTower | None" = None  # its encoder of images
+
     def __init__(
         self,
         spec: DecoderSpec,
@@ -108,7 +110,6 @@ class Decoder:
         self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
         self._head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
-        self.vision: VisionTower | None = None
         self._tally = weights.tally
         self._tally.frequencies |= frequencies
 
@@ -155,7 +156,9 @@ class Decoder:
             batch, cache = self._text_cache.place(batch)
         if (num_positions := batch.block_tables.shape[1] * cache.block_size) > self._rotary.num_filled:
             self._rotary.fill(num_positions)
-        metadata = build_metadata(batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size)
+        metadata = build_metadata(
+            batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size, batch.seen_ends
+        )
         inputs = LayerInputs(
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )

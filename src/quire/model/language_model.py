@@ -35,6 +35,7 @@ class ForwardBatch:
     token_types: Tensor | None = field(default=None, kw_only=True)  # [T] int64, 1 in a pair's second text; None: all 0
     adapters: RowAdapters | None = field(default=None, kw_only=True)  # one per token; None: the model alone
     embeds: Embeds | None = field(default=None, kw_only=True)         # None: all are looked up
+    seen_ends: Tensor | None = field(default=None, kw_only=True)      # as in AttentionMetadata
 
     def taken(self, library: Library) -> "ForwardBatch":
         """Return a batch of arrays as one of the library's tensors in host memory."""
@@ -44,7 +45,7 @@ class ForwardBatch:
         return ForwardBatch(
             *map(library.tensor, self.tensors), token_types=None if types is None else library.tensor(types),
             adapters=None if adapters is None else adapters._replace(of_row=library.tensor(adapters.of_row)),
-            embeds=self.embeds,
+            embeds=self.embeds, seen_ends=None if self.seen_ends is None else library.tensor(self.seen_ends),
         )
 
     @property

@@ -338,32 +338,39 @@ class VisionShapes(NamedTuple):
     patches: LinearShape
     class_token: VectorShape | None
     positions: TableShape
-    pre_norm: NormShape
-    projector_in: LinearShape
-    projector_out: LinearShape
+    pre_norm: NormShape | None
+    post_norm: NormShape | None
+    projector_norm: NormShape | None
+    projector: tuple[LinearShape, ...]
 
     @classmethod
     def of(cls, spec: VisionSpec) -> "VisionShapes":
         """Return the shapes of an encoder."""
         tower, names = spec.tower, spec.tower.weights
         width, inner = tower.hidden_size, spec.hidden_size
-        first, second = spec.projector
+        first, *more = spec.projector
+        has_bias = spec.projector_has_bias
         return cls(
-            patches=LinearShape((spec.patches,), (width,), spec.num_channels * spec.patch_size**2),
-            class_token=VectorShape(spec.class_token, width) if spec.has_class_token else None,
-            positions=TableShape(names.embedding, tower.vocab_size, width),
-            pre_norm=_norm(tower, spec.pre_norm, width),
-            projector_in=LinearShape(
-                (first,), (inner,), width, spec.projector_has_bias, spec.projector_activation
+            patches=LinearShape(
+                (spec.patches,), (width,), spec.num_channels * spec.patch_size**2, spec.has_patch_bias
             ),
-            projector_out=LinearShape((second,), (inner,), inner, spec.projector_has_bias),
+            class_token=VectorShape(spec.class_token, (width,)) if spec.has_class_token else None,
+            positions=TableShape(names.embedding, tower.vocab_size, width),
+            pre_norm=_norm_or_none(tower, spec.pre_norm, width),
+            post_norm=_norm(tower, names.final_norm, width) if tower.has_final_norm else None,
+            projector_norm=None if spec.projector_norm is None else NormShape(spec.projector_norm, width, False),
+            projector=(
+                LinearShape((first,), (inner,), width, has_bias, spec.projector_activation),
+                *(LinearShape((name,), (inner,), inner, has_bias) for name in more),
+            ),
         )
 
 
 def vision_shapes(spec: VisionSpec) -> list[Shape | None]:
     """Return the shapes of all weights of an encoder of images; all are of floats."""
     tower = spec.tower
-    return [*VisionShapes.of(spec), *(shape for layer in tower.layers for shape in layer_shapes(tower, layer))]
+    *around, projector = VisionShapes.of(spec)
+    return [*around, *projector, *(shape for layer in tower.layers for shape in layer_shapes(tower, layer))]
 
 
 def _feed_forward(

@@ -126,6 +126,7 @@ class WeightMap:
     other_heads: tuple[str, ...] = ()       # names of the head in other checkpoints, which count where they are found
     skipped: tuple[str, ...] = ()           # parts of names of tensors that are not served: vision
     harmless: tuple[str, ...] = ()          # ends of names that checkpoints have and no layer reads
+    renamed: Mapping[str, str] = field(default_factory=dict)  # ends of names of tensors, and what stands for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,7 +527,7 @@ class VisionSpec:
     """An encoder of images, and the projector from its width to the decoder's.
 
     Square images are cut into patches, which are projected; with learned positions they pass the layers of `tower`,
-    which are not causal. `projector`: modules of its two layers, below one of `projector_prefixes`.
+    which are not causal. `projector`: modules of its one or two layers, below one of `projector_prefixes`.
     """
 
     family: str                            # of the processors that make pixels
@@ -535,15 +536,20 @@ class VisionSpec:
     image_size: int                        # pixels
     patch_size: int                        # pixels
     num_channels: int
-    has_class_token: bool                  # before the patches
-    keeps_class_token: bool                # behind the layers
-    projector_activation: Activation
-    projector_has_bias: bool
     hidden_size: int                       # of the decoder
+    has_class_token: bool = False          # before the patches
+    keeps_class_token: bool = False        # behind the layers
+    has_patch_bias: bool = False
+    pool: int = 1                          # rows of patches, and columns, that become one by their mean
+    sees_whole: bool = False               # the decoder's tokens of one image see each other
+    projector_norm: str | None = None      # before the projector, with weights plus 1 (Gemma)
+    projector_activation: Activation | None = None
+    projector_has_bias: bool = False
     patches: str = "embeddings.patch_embedding"
     class_token: str = "embeddings.class_embedding"  # noqa: S105 (no password)
-    pre_norm: str = "pre_layrnorm"
-    projector: tuple[str, str] = ("linear_1", "linear_2")
+    pre_norm: str | None = None
+    projector: tuple[str, ...] = ("linear_1", "linear_2")
+    is_projector_transposed: bool = False
     projector_prefixes: tuple[str, ...] = ("multi_modal_projector.", "model.multi_modal_projector.")
 
     @property
@@ -554,7 +560,7 @@ class VisionSpec:
     @property
     def num_tokens(self) -> int:
         """Rows of the decoder that an image gives."""
-        return self.grid**2 + self.keeps_class_token
+        return (self.grid // self.pool) ** 2 + self.keeps_class_token
 
 
 def widest_window(windows: Sequence[int | None]) -> int | None:

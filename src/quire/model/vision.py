@@ -1,13 +1,17 @@
 """Encoder of images: patches through a tower of layers that are not causal, and a projector to the decoder's width.
 
 A tower is an encoder like those of texts, with patches in place of tokens, so an image's rows have the same bits
-whatever else is computed. Radford et al. 2021 (CLIP); Liu et al. 2023 (LLaVA).
+whatever else is computed. Radford et al. 2021 (CLIP); Liu et al. 2023 (LLaVA); Zhai et al. 2023
+(SigLIP).
 """
+
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.back_end import require_attention, require_ops
+from quire.kernels.layers import Norm
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs
 from quire.kernels.tensors import Tensor, added, floats, like
@@ -32,14 +36,21 @@ class VisionTower:
             table = floats(positions).copy()
             table[0] += floats(own.vector(shapes.class_token))
             positions = like(table, positions)
-        self._positions, self._norm = positions, make_norm(tower, own, shapes.pre_norm)
+        self._positions = positions
+        self._norm = None if shapes.pre_norm is None else make_norm(tower, own, shapes.pre_norm)
         program = build_program(tower, own, ProgramInputs({}, np.zeros(1, np.int64)))
         require_ops(self._back_end.name, program.ops)
         require_attention(self._back_end.attention, program.ops, own.dtype)
         self._program, self.itemsize = self._back_end.fuse(program), own.dtype.itemsize
         self._cache = TextCache(tower, own.dtype, self._back_end)
-        projector = weights.below(spec.projector_prefixes, spec.projector[0])
-        self._projector = projector.linear(shapes.projector_in), projector.linear(shapes.projector_out)
+        projector = weights.below(
+            spec.projector_prefixes, spec.projector[0], replace(names, is_transposed=spec.is_projector_transposed)
+        )
+        self._projector_norm: Norm | None = None
+        if shapes.projector_norm is not None:
+            weight, bias = projector.norm(shapes.projector_norm)
+            self._projector_norm = self._back_end.norm(weight, bias, tower.norm_eps, False, 1.0)
+        self._projector = [projector.linear(shape) for shape in shapes.projector]
 
     def encode(self, pixels: NDArray[np.float32]) -> Tensor:
         """Return the rows of an image [num_tokens, hidden_size], of the model's dtype.
@@ -51,7 +62,9 @@ class VisionTower:
         cut = pixels.reshape(spec.num_channels, grid, size, grid, size).transpose(1, 3, 0, 2, 4)
         patches = np.zeros((grid**2 + spec.has_class_token, spec.num_channels * size**2), np.float32)
         patches[int(spec.has_class_token) :] = cut.reshape(grid**2, -1)
-        x = self._norm(added(self._patches(like(patches, self._positions)), self._positions))[0]
+        x = added(self._patches(like(patches, self._positions)), self._positions)
+        if self._norm is not None:
+            x = self._norm(x)[0]
         num_rows = len(patches)
         batch = ForwardBatch(
             np.zeros(num_rows, np.int64), np.arange(num_rows), np.zeros(num_rows, np.int64),
@@ -63,14 +76,21 @@ class VisionTower:
         hidden = self._program.run(x, inputs)
         if spec.has_class_token and not spec.keeps_class_token:
             hidden = hidden[1:]
-        first, second = self._projector
-        return second(first(hidden))
+        if spec.pool > 1:
+            side = grid // spec.pool
+            squares = floats(hidden).reshape(side, spec.pool, side, spec.pool, -1)
+            hidden = like(squares.mean((1, 3), dtype=np.float32).reshape(side**2, -1), hidden)
+        if self._projector_norm is not None:
+            hidden = self._projector_norm(hidden)[0]
+        for linear in self._projector:
+            hidden = linear(hidden)
+        return hidden
 
 
 def flops(spec: VisionSpec) -> float:
     """Return the operations that an image takes: products of layers, projector and patches, and attention."""
     tower, shapes = spec.tower, VisionShapes.of(spec)
     num_rows = spec.grid**2 + spec.has_class_token
-    outside = shapes.patches.num_weights + shapes.projector_in.num_weights + shapes.projector_out.num_weights
     attention = 4.0 * num_rows * tower.num_heads * tower.head_dim * tower.num_layers
-    return num_rows * (2.0 * (num_layer_weights(tower) + outside) + attention)
+    projector = 2.0 * spec.num_tokens * sum(shape.num_weights for shape in shapes.projector)
+    return num_rows * (2.0 * (num_layer_weights(tower) + shapes.patches.num_weights) + attention) + projector

@@ -29,7 +29,8 @@ class ImageEncodings:
     ) -> tuple[int, int]:
         """Plan the encodings for the positions [start, start + count) of a sequence, within a budget of tokens.
 
-        Returns how many of these tokens the step computes, and what their encodings cost, in tokens.
+        Returns how many of these tokens the step computes, and what their encodings cost, in tokens. Where an image
+        cannot be cut, that may be more than were asked for, and more than the budget, by less than one image.
         """
         if self._step is not step:
             self._step, self._used = step, {}
@@ -56,7 +57,16 @@ class ImageEncodings:
             step.plan.encodings.append(image)
             cost += self.inputs.cost
             count = min(count, max(1, budget - cost))
-        return count, cost
+        return self._without_parts(images, start, count) if self.inputs.is_whole else count, cost
+
+    @staticmethod
+    def _without_parts(images: Sequence[PromptImage], start: int, count: int) -> int:
+        """Return how many tokens from `start` on end in no image: past one that they begin in, else before it."""
+        for image in images:
+            stop = image.start + image.num_tokens
+            if count and image.start < start + count < stop:
+                return stop - start if image.start <= start else image.start - start
+        return count
 
     def _make_room(self, step: PlanBuilder, num_tokens: int) -> bool:
         """Drop images until `num_tokens` more rows fit; False, and none dropped, if the step uses too many."""
@@ -79,6 +89,10 @@ class ImageEncodings:
                 self._lost.append(image.serial)
                 self.num_tokens -= self._held.pop(image.serial, 0)
         self._step = None
+
+    def stats(self) -> dict[str, int]:
+        """Return the rows that the cache holds; since start, images that steps needed and those that it had."""
+        return {"rows": self.num_tokens, "queries": self.num_found + self.num_encoded, "hits": self.num_found}
 
     def check(self) -> None:
         """Assert that rows are counted and within the bound."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from quire.core.checks import shown
+from quire.core.images import cache_keys
 from quire.core.outputs import CompletionOutput, RequestMetrics
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.server.errors import ApiError
@@ -27,9 +28,12 @@ MissReason = Literal["never_seen", "evicted", "other_engine", "other_salt"]
 
 @dataclass(slots=True, eq=False)
 class PastRequest:
-    """A running or finished request for one prompt: its tokens, 4 bytes each, and its times."""
+    """A running or finished request for one prompt: its tokens, 4 bytes each, and its times.
 
-    prompt: TokenizedPrompt                   # without its text and tokens
+    The tokens are those that the prefix cache is told: images are numbers below 0.
+    """
+
+    prompt: TokenizedPrompt                   # without its text, tokens and images
     metrics: RequestMetrics                   # updated while the request runs
     reads_cache: bool = True                  # False: all of the prompt is computed, for its logprobs
     prompt_tokens: bytes = b""
@@ -38,11 +42,16 @@ class PastRequest:
     num_counted_bytes: int = 0                # at the history's last count
     num_prompt_tokens: int = 0
     num_branches: int = 1
+    has_images: bool = False
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt.token_ids)
-        self.prompt_tokens = self.prompt.token_ids.tobytes()
-        self.prompt = self.prompt._replace(text=None, token_ids=_NO_TOKENS)
+        self.has_images = bool(self.prompt.images)
+        tokens = self.prompt.token_ids
+        if self.has_images:
+            tokens = cache_keys(tokens, self.prompt.images)
+        self.prompt_tokens = tokens.tobytes()
+        self.prompt = self.prompt._replace(text=None, token_ids=_NO_TOKENS, images=())
 
     def append(self, piece: CompletionOutput) -> None:
         """Record the new tokens of one branch."""
@@ -52,7 +61,8 @@ class PastRequest:
         branch.fromlist(piece.token_ids)
 
     def known_tokens(self, index: int, num_output_tokens: int) -> list[int]:
-        """Return the prompt and the first so many tokens of a branch; the branch may not have any yet."""
+        """Return the prompt, without images, and the first tokens of a branch; the branch may not have any yet."""
+        assert not self.has_images, "pixels are not kept"
         tokens = array("i", self.prompt_tokens)
         return (tokens + self.branches.get(index, _NO_TOKENS)[:num_output_tokens]).tolist()
 

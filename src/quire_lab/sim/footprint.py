@@ -141,8 +141,8 @@ def weight_bytes(
 
     is_head_kept |= of_one_token and spec.has_head
     total = sum(kept(shape, prefix) for shape in around[:-1])
-    if spec.vision is not None and not of_one_token and shard is None:
-        total += sum(_kept_bytes(shape, dtype, packing, UNQUANTIZED.layers) for shape in vision_shapes(spec.vision))
+    if not of_one_token and shard is None:
+        total += vision_bytes(spec, dtype, packing)
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
         shapes = list(layer_shapes(spec, layer))
@@ -151,6 +151,12 @@ def weight_bytes(
         total += sum(kept(shape, stem) for shape in shapes)
     head = around.head if shard is None else _own_part(around.head, shard.ranges(around.head))
     return int(total) + (_kept_bytes(head, dtype, packing, quantization.head) if is_head_kept else 0)
+
+
+def vision_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING) -> int:
+    """Return the bytes of the weights of a model's encoder of images; 0: it has none. A rank's model has none."""
+    shapes = [] if spec.vision is None else vision_shapes(spec.vision)
+    return sum(_kept_bytes(shape, dtype, packing, UNQUANTIZED.layers) for shape in shapes)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -> int:

@@ -33,6 +33,7 @@ from quire_lab.sim.footprint import (
     PLAIN_PACKING,
     Packing,
     stored_kv_bytes_per_token,
+    vision_bytes,
     weight_bytes,
 )
 from quire_lab.sim.hardware import ExchangeMode, Exchanges, Hardware, exchange_mode
@@ -74,6 +75,9 @@ class MemoryPlan:
     binds: str
     windows: str                 # described in words; empty: no layer has one
     exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
+    image_tokens: int = 0        # placeholders of an image; 0: the model reads text alone here
+    image_bytes: int = 0         # of an image's encoding
+    vision_weight_bytes: int = 0  # of the encoder of images, in `weight_bytes`
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -89,6 +93,8 @@ def plan_memory(
     `num_devices`: alike GPUs with tensor parallelism; on a CPU, processes of the one machine, counted together.
     `draft`: the draft model of `options.speculation`; it is kept whole on each device.
     """
+    if hardware.device != "cpu" or num_devices > 1:
+        model = model._replace(spec=replace(model.spec, vision=None))  # it is not loaded there
     spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     num_seqs = options.resolved_max_num_seqs
@@ -149,7 +155,21 @@ def plan_memory(
         binds=_what_binds(cache, scheduler, options.max_model_len or longest),
         windows=describe_windows(windows),
         exchanges=_exchanges(model, packing, num_devices * num_ranks, exchange_mode(mode, hardware.device)),
+        **_images(model, packing),
     )
+
+
+def _images(model: FoundModel, packing: Packing) -> dict[str, int]:
+    """Return the fields of images."""
+    vision = model.spec.vision
+    if vision is None:
+        return {}
+    element_bytes = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
+    return {
+        "image_tokens": vision.num_tokens,
+        "image_bytes": vision.num_tokens * vision.hidden_size * element_bytes,
+        "vision_weight_bytes": vision_bytes(model.spec, model.dtype, packing),
+    }
 
 
 def _default_positions(model: FoundModel, options: EngineOptions) -> int:

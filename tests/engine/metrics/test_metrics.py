@@ -68,6 +68,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_transfer_held_blocks": [{}],
     "quire:kv_transfer_consumers": [{}],
     "quire:kv_transfer_peers": [{"state": state} for state in ("connected", "unconnected", "incompatible")],
+    "quire:image_cache_rows": [{}],
     "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
     "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }
@@ -79,6 +80,8 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "vllm:gpu_prefix_cache_hits_total": [MODEL],
     "vllm:external_prefix_cache_queries_total": [MODEL],
     "vllm:external_prefix_cache_hits_total": [MODEL],
+    "vllm:mm_cache_queries_total": [MODEL],
+    "vllm:mm_cache_hits_total": [MODEL],
     "vllm:kv_offload_load_bytes_total": [MODEL],
     "vllm:kv_offload_load_time_total": [MODEL],
     "vllm:kv_offload_store_bytes_total": [MODEL],

@@ -108,6 +108,29 @@ def test_attention_in_both_directions_matches_the_reference_and_has_the_bits_of_
             assert torch.equal(attend([part], window=window, back_end=back_end, is_causal=False)[0], result)
 
 
+RUNS = ((5, 261), (262, 300), (300, 520), (599, 600))  # across partitions, and side by side
+
+
+@covering({"window": [None, 1, 50], "heads": [(4, 4, 8), (14, 2, 64)], ("dtype", "tol"): DTYPES[:2]})
+def test_runs_that_see_each_other_match_the_reference_and_have_the_bits_of_one_step(
+    window: int | None, heads: tuple[int, int, int], dtype: torch.dtype, tol: float
+) -> None:
+    tokens, other = (Tokens.random(LENGTH, heads, dtype, seed) for seed in (0, 1))
+    (expected,) = attend([Part(tokens, 0, LENGTH, RUNS)], window=window, back_end=REFERENCE)
+    plain = attend([Part(other, 0, 40)], window=window, back_end=CPP)[0]
+    for back_end in (CPP, TORCH):
+        whole = attend([Part(tokens, 0, LENGTH, RUNS)], window=window, back_end=back_end)[0]
+        torch.testing.assert_close(whole, expected, rtol=tol, atol=tol)
+        chunks = [(0, 5), (5, 261), (261, 300), (300, 530), (530, LENGTH)]
+        beside = [[Part(other, 0, 40), Part(tokens, *chunk, RUNS)] for chunk in chunks]
+        found = [attend(parts, window=window, back_end=back_end) for parts in beside]
+        assert torch.equal(torch.cat([each[1] for each in found]), whole)
+        if back_end is CPP:
+            assert all(torch.equal(each[0], plain) for each in found)
+        (rest,) = attend([Part(tokens, 100, 261, RUNS)], window=window, back_end=back_end)  # behind a prefix hit
+        assert torch.equal(rest, whole[100:261])
+
+
 @covering({"name": ["cpp", "torch"], "dtype": EXACT_DTYPES, "num_threads": [1, 2]}, indirect=["num_threads"])
 def test_sinks_keep_the_bits_of_rows_alone_chunked_and_among_others(
     name: str, dtype: torch.dtype, num_threads: int

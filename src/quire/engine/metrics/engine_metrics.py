@@ -468,6 +468,7 @@ class EngineMetrics:
         yield from self._cache_families()
         yield from self._disk_families()
         yield from self._transfer_families()
+        yield from self._image_families()
         yield from self._request_families()
         yield from self._target_families()
         yield from self._draft_families()
@@ -579,6 +580,14 @@ class EngineMetrics:
         yield counter("quire:kv_transfer_seconds_total", "Seconds of reads from peers.", (own, moved["receive_s"]))
         yield counter("quire:kv_transfer_failed_total", "Fetches that did not get all.", *by("reason", failed, own))
 
+    def _image_families(self) -> Iterator[Metric]:
+        """Yield the families of the encoder cache: 0 for a model that reads text alone."""
+        images, model, own = self._kv.images, self._model, self._own
+        yield gauge("quire:image_cache_rows", "Rows of encoded images that are kept.", (own, images.get("rows", 0)))
+        queries = (model, images.get("queries", 0))
+        yield counter("vllm:mm_cache_queries_total", "Images that steps needed encoded.", queries)
+        yield counter("vllm:mm_cache_hits_total", "Those that were kept.", (model, images.get("hits", 0)))
+
     def _request_families(self) -> Iterator[Metric]:
         model, own, requests = self._model, self._own, self._counters
         finished = by("finished_reason", requests.num_finished, model)
@@ -666,6 +675,8 @@ def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
     sums = {name: getattr(earlier, name) + getattr(kv, name) for name in _COUNTERS}
     names = earlier.disk.keys() | kv.disk.keys()
     disk = {name: kv.disk.get(name, 0) + (name not in _DISK_STATES) * earlier.disk.get(name, 0) for name in names}
+    counted = earlier.images.keys() | kv.images.keys()
+    images = {name: kv.images.get(name, 0) + (name != "rows") * earlier.images.get(name, 0) for name in counted}
     modes = earlier.preemptions.keys() | kv.preemptions.keys()
     preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}
-    return replace(kv, preemptions=preemptions, disk=disk, **sums)
+    return replace(kv, preemptions=preemptions, disk=disk, images=images, **sums)

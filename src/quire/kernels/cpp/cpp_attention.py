@@ -52,8 +52,10 @@ def attention_parameters(spec: AttentionSpec) -> _kernels.AttentionParameters:
 
 def metadata_arguments(metadata: AttentionMetadata) -> tuple[int, ...]:
     """Return the kernels' arguments from attention metadata, in their order."""
-    tables, starts, lens = metadata.block_tables, metadata.query_starts, metadata.context_lens
+    tables, starts, lens, ends = metadata.block_tables, metadata.query_starts, metadata.context_lens, metadata.seen_ends
     assert tables.dtype == starts.dtype == lens.dtype == np.int32, "int32 tables and lengths"
     assert tables.strides[1] == tables.itemsize or not tables.size, "tables with gaps"
-    address = _kernels.address
-    return address(tables), address(starts), address(lens), tables.strides[0] // tables.itemsize, len(lens)
+    assert ends is None or (ends.dtype, ends.shape) == (np.int32, (metadata.num_tokens,)), "an end for each token"
+    at = _kernels.address
+    seen_ends = 0 if ends is None else at(ends)
+    return at(tables), at(starts), at(lens), seen_ends, tables.strides[0] // tables.itemsize, len(lens)

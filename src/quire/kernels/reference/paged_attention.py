@@ -59,7 +59,8 @@ def reference(
         scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop], k), key_scales) * spec.scale
         scores = _capped(scores, spec.softcap)
         query_pos = torch.arange(context_len - (stop - start), context_len, device=query.device)[:, None]
-        scores.masked_fill_(pos > query_pos + spec.num_ahead, float("-inf"))
+        ends = query_pos + 1 + spec.num_ahead if metadata.seen_ends is None else metadata.seen_ends[start:stop, None]
+        scores.masked_fill_(pos >= ends, float("-inf"))
         if window is not None:
             scores.masked_fill_(pos <= query_pos - window, float("-inf"))
         if spec.sinks is not None:
@@ -88,7 +89,7 @@ def _times(scores: Tensor, scales: Tensor | float) -> Tensor:
 class _Span(NamedTuple):
     """Queries at consecutive positions of one key tile, [start, stop), from row `row` of the flat batch on.
 
-    They see keys at positions before `end`, at most.
+    They see keys at positions before `end`, at most; `ends`: each before its own.
     """
 
     table: Tensor
@@ -96,6 +97,7 @@ class _Span(NamedTuple):
     start: int
     stop: int
     end: int
+    ends: Tensor | None
 
 
 def paged_attention(
@@ -117,7 +119,9 @@ def _spans(metadata: AttentionMetadata, ahead: int) -> Iterator[_Span]:
         first = start = context_len - (end - row)
         while start < context_len:
             stop = min(context_len, (start // SLOTS_PER_KEY_TILE + 1) * SLOTS_PER_KEY_TILE)
-            yield _Span(table, row + start - first, start, stop, min(stop + ahead, context_len))
+            own = None if metadata.seen_ends is None else metadata.seen_ends[row + start - first : row + stop - first]
+            seen = min(stop + ahead, context_len) if own is None else int(own[-1])
+            yield _Span(table, row + start - first, start, stop, seen, own)
             start = stop
 
 
@@ -147,7 +151,10 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
     )
     values = values[..., : spec.output_dim].contiguous()
     positions = torch.arange(begin, begin + num_products * height)[:, None]
-    hidden = (slots > positions + spec.num_ahead) | (slots >= span.end)
+    ends = positions + spec.num_ahead + 1
+    if span.ends is not None:
+        ends[taken] = span.ends[:, None].long()
+    hidden = (slots >= ends) | (slots >= span.end)
     if window is not None:
         hidden |= slots <= positions - window
     hidden = hidden.view(num_products, height, -1, SLOTS_PER_KEY_TILE).transpose(1, 2)  # [.., num_tiles, height, slots]

@@ -20,9 +20,9 @@ from quire.core.errors import ModelError
 from quire.model.config import read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.quantization import Quantization
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, layer_shapes
+from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, VisionShapes, layer_shapes
 from quire.model.source import FolderSource, is_quantized
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, VisionSpec
 
 if TYPE_CHECKING:
     from quire.model.weight_format import StoredTensors
@@ -131,6 +131,21 @@ def _entries(spec: DecoderSpec) -> Iterator[tuple[str, _Entry]]:
         yield from _tensors(shape, prefix, is_transposed=names.is_transposed)
     if spec.has_head and not spec.is_head_tied:
         yield from _tensors(shapes.head, "", is_transposed=False)
+    if spec.vision is not None:
+        yield from _vision_entries(spec.vision)
+
+
+def _vision_entries(spec: VisionSpec) -> Iterator[tuple[str, _Entry]]:
+    """Yield the tensors of an encoder of images; the weight of its convolution as a matrix."""
+    shapes, names, projector = VisionShapes.of(spec), spec.tower.weights, spec.projector_prefixes[0]
+    prefix = names.prefixes[0]
+    for shape in (shapes.patches, shapes.class_token, shapes.positions, shapes.pre_norm, shapes.post_norm):
+        yield from _tensors(shape, prefix, is_transposed=False)
+    for index, layer in enumerate(spec.tower.layers):
+        for each in layer_shapes(spec.tower, layer):
+            yield from _tensors(each, prefix + names.layer.format(layer=index), is_transposed=False)
+    for part in (shapes.projector_norm, *shapes.projector):
+        yield from _tensors(part, projector, is_transposed=spec.is_projector_transposed)
 
 
 def _tensors(shape: Shape | None, prefix: str, *, is_transposed: bool) -> Iterator[tuple[str, _Entry]]:

@@ -172,7 +172,7 @@ class StackedPart(NamedTuple):
 
 
 def with_single_experts(checkpoint: Checkpoint, names: WeightMap) -> Checkpoint:
-    """Return a checkpoint with tensors for single experts; itself if its experts are not stacked.
+    """Return a checkpoint with tensors for single experts, by the names of a map; itself if it has them so.
 
     Raises ModelError for a stacked tensor with a shape that does not divide.
     """
@@ -189,6 +189,10 @@ def with_single_experts(checkpoint: Checkpoint, names: WeightMap) -> Checkpoint:
                 for expert in range(shape[0]):
                     own = stem + tensor.format(expert=expert)
                     parts[own] = StackedPart(name, expert, stacked.is_transposed, start, step, num_rows)
+    for name in checkpoint.names:
+        for old, new in names.renamed.items():
+            if name.endswith(f".{old}"):
+                parts[name.removesuffix(old) + new] = StackedPart(name)
     if not parts:
         return checkpoint
     renamed = {} if names.experts is None else names.experts.stacked_names

@@ -4,6 +4,7 @@ Their config.json has the text model's in `text_config`, and the encoder's in `v
 weights are not read, and requests with images are refused.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ CLIP_SIZES = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 32, "num_channels": 3,
 }  # fmt: skip
-CLIP_WEIGHTS = WeightMap(
+TOWER_WEIGHTS = WeightMap(
     prefixes=("vision_tower.vision_model.", "model.vision_tower.vision_model.", "vision_tower.", "model.vision_tower."),
     layer="encoder.layers.{layer}.",
     embedding="embeddings.position_embedding",
@@ -38,15 +39,23 @@ CLIP_WEIGHTS = WeightMap(
     feed_forward_out="mlp.fc2",
     final_norm="post_layernorm",
 )
+SIGLIP_SIZES = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "patch_size": 16, "num_channels": 3,
+}  # fmt: skip
 CLIP = "clip_vision_model"
+RENAMED = {"mm_input_projection_weight": "mm_input_projection.weight"}  # of Gemma 3's projector
 MAX_PATCHES = 2**16
 PREFIXES = ("language_model.model.", "model.language_model.")  # as published; as transformers 5 writes them
 SKIPPED = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_merger.")
 
 
 def gemma3(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of the text model in a Gemma 3 of 4B and more."""
-    return _within(gemma3_text(_text(config, GEMMA3_SIZES)))
+    """Return the spec of a Gemma 3 of 4B and more: SigLIP, and tokens of one image that see each other."""
+    spec = _within(gemma3_text(_text(config, GEMMA3_SIZES)))
+    if not config.has("vision_config"):
+        return spec
+    return replace(spec, vision=_gemma3_vision(config, _tower(config, SIGLIP_SIZES), spec))
 
 
 def mistral3(config: ConfigReader) -> DecoderSpec:
@@ -66,16 +75,12 @@ def llava(config: ConfigReader) -> DecoderSpec:
     tower = config.nested("vision_config", config.section("vision_config"))
     if tower.raw("model_type") not in (None, CLIP):
         return spec
-    vision = _llava_vision(config, _clip(tower), spec)
-    return replace(spec, vision=vision)
+    return replace(spec, vision=_llava_vision(config, _tower(config, CLIP_SIZES), spec))
 
 
 def _llava_vision(config: ConfigReader, clip: ConfigReader, spec: DecoderSpec) -> VisionSpec:
     """Return LLaVA's encoder: the hidden states behind one of the layers of a CLIP, without the class token."""
-    num_layers, width = clip.size("num_hidden_layers", limit=MAX_LAYERS), clip.size("hidden_size")
-    image_size, patch_size = clip.size("image_size"), clip.size("patch_size")
-    if (grid := image_size // patch_size) ** 2 > MAX_PATCHES or not grid:
-        raise clip.error(f"image_size {image_size} and patch_size {patch_size} must give 1 to {MAX_PATCHES} patches")
+    num_layers = clip.size("num_hidden_layers", limit=MAX_LAYERS)
     chosen = config.raw("vision_feature_layer")
     chosen = -2 if chosen is None else chosen
     if isinstance(chosen, bool) or not isinstance(chosen, int) or not -num_layers <= chosen <= num_layers:
@@ -83,57 +88,107 @@ def _llava_vision(config: ConfigReader, clip: ConfigReader, spec: DecoderSpec) -
     num_used = chosen if chosen >= 0 else num_layers + 1 + chosen
     if not num_used:
         raise config.error("vision_feature_layer 0 is not supported yet: it is before the first layer")
-    token_key = "image_token_id" if config.has("image_token_id") else "image_token_index"
-    token_id = config.size(token_key, 32_000, least=0)
-    if token_id >= spec.vocab_size:
-        raise config.error(f"{token_key} {token_id} is not in the vocabulary of {spec.vocab_size}")
-    num_heads = clip.size("num_attention_heads")
-    layer = LayerSpec(
+    grid, patch_size = _grid(clip)
+    layers = (_tower_layer(clip, "quick_gelu"),) * num_used
+    return VisionSpec(
+        family="llava",
+        image_token_id=_image_token(config, spec, 32_000),
+        tower=_encoder(clip, layers, grid**2 + 1, 1e-5, has_final_norm=False),
+        image_size=grid * patch_size,
+        patch_size=patch_size,
+        num_channels=clip.size("num_channels"),
+        hidden_size=spec.hidden_size,
+        has_class_token=True,
+        keeps_class_token=config.choice(
+            "vision_feature_select_strategy", {"default": False, "full": True}, default="default"
+        ),
+        pre_norm="pre_layrnorm",
+        projector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
+        projector_has_bias=config.flag("multimodal_projector_bias", True),
+    )
+
+
+def _gemma3_vision(config: ConfigReader, siglip: ConfigReader, spec: DecoderSpec) -> VisionSpec:
+    """Return Gemma 3's encoder: a SigLIP, means of squares of its rows, a norm and a matrix."""
+    grid, patch_size = _grid(siglip)
+    num_tokens = config.size("mm_tokens_per_image", 256, limit=MAX_PATCHES)
+    side = math.isqrt(num_tokens)
+    if side**2 != num_tokens or grid % side:
+        raise config.error(f"mm_tokens_per_image {num_tokens} must be a square that divides {grid} x {grid} patches")
+    layers = (_tower_layer(siglip, "gelu_pytorch_tanh"),) * siglip.size("num_hidden_layers", limit=MAX_LAYERS)
+    return VisionSpec(
+        family="gemma3",
+        image_token_id=_image_token(config, spec, 262_144),
+        tower=_encoder(siglip, layers, grid**2, 1e-6, has_final_norm=True),
+        image_size=grid * patch_size,
+        patch_size=patch_size,
+        num_channels=siglip.size("num_channels"),
+        hidden_size=spec.hidden_size,
+        has_patch_bias=True,
+        pool=grid // side,
+        sees_whole=True,
+        projector_norm="mm_soft_emb_norm",
+        projector=("mm_input_projection",),
+        is_projector_transposed=True,
+    )
+
+
+def _encoder(
+    config: ConfigReader, layers: tuple[LayerSpec, ...], num_positions: int, norm_eps: float, *, has_final_norm: bool
+) -> DecoderSpec:
+    return DecoderSpec(
+        vocab_size=num_positions,
+        hidden_size=config.size("hidden_size"),
+        layers=layers,
+        max_position_embeddings=num_positions,
+        norm="layer",
+        norm_eps=config.number("layer_norm_eps", norm_eps),
+        has_final_norm=has_final_norm,
+        has_head=False,
+        weights=TOWER_WEIGHTS,
+    )
+
+
+def _tower_layer(config: ConfigReader, activation: str) -> LayerSpec:
+    num_heads = config.size("num_attention_heads")
+    return LayerSpec(
         Attention(
             num_heads=num_heads,
             num_kv_heads=num_heads,
-            head_dim=clip.divided("hidden_size", num_heads),
+            head_dim=config.divided("hidden_size", num_heads),
             has_qkv_bias=True,
             has_attention_out_bias=True,
             is_causal=False,
         ),
         feed_forward=FeedForward(
-            size=clip.size("intermediate_size"),
-            activation=clip.choice("hidden_act", ACTIVATIONS, default="quick_gelu"),
+            size=config.size("intermediate_size"),
+            activation=config.choice("hidden_act", ACTIVATIONS, default=activation),
             has_bias=True,
         ),
     )
-    return VisionSpec(
-        family="llava",
-        image_token_id=token_id,
-        tower=DecoderSpec(
-            vocab_size=grid**2 + 1,
-            hidden_size=width,
-            layers=(layer,) * num_used,
-            max_position_embeddings=grid**2 + 1,
-            norm="layer",
-            norm_eps=clip.number("layer_norm_eps", 1e-5),
-            has_final_norm=False,
-            has_head=False,
-            weights=CLIP_WEIGHTS,
-        ),
-        image_size=grid * patch_size,
-        patch_size=patch_size,
-        num_channels=clip.size("num_channels"),
-        has_class_token=True,
-        keeps_class_token=config.choice(
-            "vision_feature_select_strategy", {"default": False, "full": True}, default="default"
-        ),
-        projector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
-        projector_has_bias=config.flag("multimodal_projector_bias", True),
-        hidden_size=spec.hidden_size,
-    )
 
 
-def _clip(config: ConfigReader) -> ConfigReader:
-    for key, default in CLIP_SIZES.items():
-        config = config.with_default(key, default)
-    return config
+def _grid(config: ConfigReader) -> tuple[int, int]:
+    """Return the patches in a row of a square image, and their size in pixels."""
+    image_size, patch_size = config.size("image_size"), config.size("patch_size")
+    if (grid := image_size // patch_size) ** 2 > MAX_PATCHES or not grid:
+        raise config.error(f"image_size {image_size} and patch_size {patch_size} must give 1 to {MAX_PATCHES} patches")
+    return grid, patch_size
+
+
+def _image_token(config: ConfigReader, spec: DecoderSpec, default: int) -> int:
+    key = "image_token_id" if config.has("image_token_id") else "image_token_index"
+    token_id = config.size(key, default, least=0)
+    if token_id >= spec.vocab_size:
+        raise config.error(f"{key} {token_id} is not in the vocabulary of {spec.vocab_size}")
+    return token_id
+
+
+def _tower(config: ConfigReader, defaults: dict[str, int]) -> ConfigReader:
+    tower = config.nested("vision_config", config.section("vision_config"))
+    for key, default in defaults.items():
+        tower = tower.with_default(key, default)
+    return tower
 
 
 def _text(config: ConfigReader, defaults: dict[str, int], *, is_tied: bool = True) -> ConfigReader:
@@ -148,4 +203,5 @@ def _text(config: ConfigReader, defaults: dict[str, int], *, is_tied: bool = Tru
 def _within(spec: DecoderSpec) -> DecoderSpec:
     """Return the spec with the names that its tensors have beside those of the other parts."""
     heads = ("language_model.lm_head", "model.language_model.lm_head")
-    return replace(spec, weights=replace(spec.weights, prefixes=PREFIXES, other_heads=heads, skipped=SKIPPED))
+    names = replace(spec.weights, prefixes=PREFIXES, other_heads=heads, skipped=SKIPPED, renamed=RENAMED)
+    return replace(spec, weights=names)

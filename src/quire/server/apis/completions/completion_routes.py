@@ -243,6 +243,8 @@ async def fork(
 def _completion_of_fork(service: Service, requests: Sequence[PastRequest], body: ForkBody) -> CompletionBody:
     """Return the body of the completion that continues one of a call's requests. Errors name the field."""
     past = requests[check_int("prompt_index", body.prompt_index or 0, 0, len(requests) - 1)]
+    if past.has_images:
+        raise ApiError(400, "a request with images cannot be forked: its images are not kept", param="request_id")
     index = check_int("index", body.index or 0, 0, past.num_branches - 1)
     num_tokens = len(past.branches.get(index, ()))
     at = num_tokens if body.at is None else check_int("at", body.at, 0, num_tokens)
