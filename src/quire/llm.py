@@ -274,7 +274,9 @@ class LLM:
 
         With `continue_final_message`, instead of `add_generation_prompt`, the answer continues the last message.
         `tools` are functions in OpenAI's form, which the template describes to the model; calls are text of the answer.
-        `chat_template_kwargs` are other variables of the template. `lora_request` as in `generate`.
+        `chat_template_kwargs` are other variables of the template. `lora_request` as in `generate`. With a model that
+        reads images, a part of a content may be one: `{"type": "image", "image": ...}`, with an image of Pillow or the
+        path of a file.
         """
         inputs = self._inputs
         how = {
@@ -293,6 +295,16 @@ class LLM:
         ]
         tokenized = self._adapted(tokenized, lora_request)
         return self._finish_all(self._prepare(tokenized, sampling_params, priority), use_tqdm)
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of the answer to one conversation, cumulative, whenever a step has added to it.
+
+        Messages as in `chat`, requests as in `stream`.
+        """
+        tokenized = [self._inputs.tokenize_chat(messages)]
+        return self._run(self._prepare(tokenized, sampling_params), "cumulative")
 
     def beam_search(
         self,

@@ -298,10 +298,15 @@ _ADAPTERS = (
 )
 
 _MEDIA = (
+    same(
+        texts("allowed_media_domains"),
+        "none by default, and then none is fetched; exact names, https, public addresses, no redirects",
+    ),
+    renamed(config("limit_mm_per_prompt"), "max_images", "its `image`; 8 by default", values.max_images_of),
     *accepted(
-        "prompts are text: requests with images, audio or video are refused",
-        text("allowed_local_media_path"), texts("allowed_media_domains"), switch("language_model_only"),
-        config("limit_mm_per_prompt"), config("media_io_kwargs"), config("mm_processor_kwargs"),
+        "images are read as the model's files say; audio and video are refused",
+        text("allowed_local_media_path"), switch("language_model_only"), config("media_io_kwargs"),
+        config("mm_processor_kwargs"),
         real("mm_processor_cache_gb"), text("mm_processor_cache_type"), text("mm_hasher_algorithm"),
         number("mm_shm_cache_max_object_size_mb"), text("mm_encoder_tp_mode"), text("mm_encoder_attn_backend"),
         text("mm_encoder_attn_dtype"), text("mm_encoder_fp8_scale_path"), text("mm_encoder_fp8_scale_save_path"),
@@ -459,7 +464,7 @@ _ENGINE = (
     ),
     *accepted("texts are tokenized in threads of the server", number("tokenizer_pool_size"),
               text("tokenizer_pool_type"), config("tokenizer_pool_extra_config")),
-    *accepted("prompts are text: requests with images, audio or video are refused",
+    *accepted("images are read as the model's files say; audio and video are refused",
               switch("disable_mm_preprocessor_cache"), switch("enable_multimodal_encoder_data_parallel")),
     *accepted("the KV cache in 8 bits has scales of its own, or none", switch("calculate_kv_scales")),
     *accepted("adapters change linear layers alone", number("lora_extra_vocab_size"), number("max_prompt_adapters"),

@@ -185,6 +185,18 @@ def share_unless(given: object, shown: str) -> float:
     return 1.0 - share_if(given, shown)
 
 
+def max_images_of(given: object, shown: str) -> int | None:
+    """Return the images of a request by limits that are numbers, or objects with a `count`; None: none is given."""
+    limits = parsed_json(given, shown) if isinstance(given, str) else given
+    if not isinstance(limits, Mapping):
+        raise ConfigError(f"{shown} must be a JSON object such as {{\"image\": 8}}, got {given!r}")
+    count = limits.get("image")
+    count = count.get("count") if isinstance(count, Mapping) else count
+    if count is not None and (type(count) is not int or count < 1):
+        raise ConfigError(f"{shown} must have an image that is an integer of at least 1, got {count!r}")
+    return count
+
+
 def profile_dir_of(given: object, shown: str) -> str | None:
     """Return the folder of profiles of a `profiler_config`. ConfigError for one without a folder."""
     settings = parsed_json(given, shown) if isinstance(given, str) else given

@@ -36,7 +36,7 @@ class StandInEngine:
         self.stalled_s = 0.0
         self.tokenizer = None
         self.ready = SimpleNamespace(limits=SimpleNamespace(max_num_seqs=2))
-        self.inputs = SimpleNamespace(max_logprobs=20)
+        self.inputs = SimpleNamespace(max_logprobs=20, images=None)
         self.engines = (self,)
 
 

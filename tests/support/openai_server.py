@@ -19,6 +19,7 @@ from quire.engine.processes.client import EngineClient
 from quire.server.app import create_app
 from quire.server.http.http_server import HttpServer
 from quire.server.http.sockets import bind, url_of
+from quire.server.lifecycle import close_service
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.templates.template_renderer import TemplateRenderer
@@ -138,9 +139,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
                 await ended.wait()
                 await http.stop()
         finally:
-            await service.templates.close()
-            await service.grammars.close()
-            await client.close()
+            await close_service(service)
             service.threads.close()
 
     async def ready() -> OpenAIServer:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.core.errors import InvalidRequestError
+from quire.core.image_processing import ImageSettings
 from quire.core.token_ids import PackedTokens
 
 MAX_SERIAL = 2**31 - 2
@@ -58,6 +59,7 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     family: of the processor that makes the pixels. num_tokens: placeholders of each image; shape: of its pixels.
     cost: tokens of a step that the encoding of an image is charged as. max_tokens: most placeholders of one image, what
     the encoder cache holds. is_whole: the placeholders of an image see each other, and a step computes all of them.
+    settings: of the processor, by the model's files; None: requests of clients have no images.
     """
 
     family: str
@@ -67,6 +69,7 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     cost: int
     max_tokens: int
     is_whole: bool = False
+    settings: ImageSettings | None = None
 
     def check(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
         """Raise InvalidRequestError for images that are not of this form, or not where placeholders are.

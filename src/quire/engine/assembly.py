@@ -332,7 +332,8 @@ def _image_inputs(
     cost = math.ceil(flops(spec) / (2.0 * num_layer_weights(model.spec)))
     shape = spec.num_channels, spec.image_size, spec.image_size
     return ImageInputs(
-        spec.family, spec.image_token_id, spec.num_tokens, shape, cost, num_bytes // row_bytes, spec.sees_whole
+        spec.family, spec.image_token_id, spec.num_tokens, shape, cost, num_bytes // row_bytes, spec.sees_whole,
+        loaded.image_settings,
     ), ""
 
 

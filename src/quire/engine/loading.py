@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.arrays import FLOAT32, dtype_name
 from quire.core.errors import ConfigError, ModelError
+from quire.core.image_processing import ImageSettings, read_image_settings
 from quire.core.kv_identity import KVIdentity
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
@@ -29,7 +30,7 @@ from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import Ranks, Shard, check_shardable
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, VisionSpec
 
 if TYPE_CHECKING:
     from quire.model.packed_weights import PackedPlace
@@ -53,6 +54,7 @@ class LoadedModel:
     pooler: PoolerConfig | None = None
     no_pooler_reason: str = ""
     generates: bool = True
+    image_settings: ImageSettings | None = None  # None: the model reads text alone, or its files have no such settings
 
 
 def load(
@@ -115,8 +117,21 @@ def load(
     )  # fmt: skip
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
-        model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates
+        model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates,
+        None if spec.vision is None else _image_settings(folder, spec.vision),
     )
+
+
+def _image_settings(folder: Path, vision: VisionSpec) -> ImageSettings | None:
+    """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
+    try:
+        return read_image_settings(
+            folder, vision.family, image_token_id=vision.image_token_id, image_size=vision.image_size,
+            patch_size=vision.patch_size, pool=vision.pool, num_extra=int(vision.keeps_class_token),
+        )  # fmt: skip
+    except ModelError as error:
+        log.warning("images of requests are refused: %s", error)
+        return None
 
 
 def packed_place(options: EngineOptions, back_end: str, *, must_write: bool) -> "PackedPlace | None":

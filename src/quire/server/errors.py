@@ -105,6 +105,12 @@ def overloaded(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     return _retryable(429, message, "server_overloaded", retry_after_s)
 
 
+def image_memory_full(num_bytes: int, limit: int) -> ApiError:
+    """Return the refusal of a call with images that do not fit beside those of other calls."""
+    message = f"images of requests hold {num_bytes} of {limit} bytes (max_total_image_bytes), one client at most half"
+    return _retryable(429, message, "server_overloaded", 1)
+
+
 def too_many_queued_tokens(num_queued: int, limit: int, retry_after_s: int) -> ApiError:
     """Return the refusal of a call with more prompt tokens than the queue has room for."""
     message = f"{num_queued} prompt tokens x n wait already, and at most {limit} may (max_queued_tokens)"

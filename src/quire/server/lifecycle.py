@@ -160,6 +160,8 @@ async def close_service(service: Service) -> None:
     """End the processes of a service."""
     await service.templates.close()
     await service.grammars.close()
+    if service.images is not None:
+        await service.images.close()
     await service.client.close()
     await asyncio.to_thread(service.metrics.close_events)
     if service.traces is not None:
@@ -195,6 +197,8 @@ async def connect(
         client, options, names, metrics, templates, can_sleep=engine.enable_sleep_mode, model_source=engine.model,
         engine_options=engine,
     )  # fmt: skip
+    if service.images is not None:
+        service.images.warm_up()
     try:
         if engine.kv_events is not None:
             service.metrics.open_events(engine.kv_events)

@@ -7,6 +7,7 @@ status that the option states.
 import ipaddress
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quire.core.errors import ConfigError
+from quire.core.image_processing import MAX_IMAGE_PIXELS, PILLOWS_PIXELS
 from quire.core.logs import Form, Level
 from quire.core.optional_package import needs_library
 from quire.core.options import (
@@ -33,6 +35,7 @@ from quire.engine.options.parallel_options import START_TIMEOUT_S
 from quire.server.adapter_names import AdapterModule, parse_modules
 
 _LONGEST_S = 86400.0
+_HOST_NAME = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")  # no address
 _MAX_KEYS = 1 << 16     # with a weight
 _REFUSED = {"past": "400"}
 _OVERLOADED = {"past": "429 `server_overloaded`"}
@@ -137,6 +140,26 @@ class Limits:
     max_conversation_bytes: int = _size(
         4 << 20, "messages of a conversation and the variables of its template",
         row="messages of a conversation and the variables of its template, as msgpack", **_REFUSED,
+    )  # fmt: skip
+    max_images: int = _count(8, "images of a request", row="images of a request", **_REFUSED)
+    max_image_bytes: int = _size(
+        8 << 20, "file of an image, decoded from base64",
+        row="the file of an image, decoded from base64; the base64 counts for `--max-body-bytes`", **_REFUSED,
+    )  # fmt: skip
+    max_image_pixels: int = _count(
+        MAX_IMAGE_PIXELS, "pixels of an image", high=PILLOWS_PIXELS,
+        row="pixels of an image, by the header of its file: it is not decoded past them",
+        **_REFUSED,
+    )  # fmt: skip
+    max_decoded_image_bytes: int = _size(
+        256 << 20, "decoded images of a request, 4 bytes a pixel",
+        row="decoded images of a request together, 4 bytes for each pixel of their files", **_REFUSED,
+    )  # fmt: skip
+    max_total_image_bytes: int = _size(
+        512 << 20, "images of all requests under way, as the model gets them",
+        row="images of all requests under way, 12 bytes for each pixel that the model gets; one client (key, or "
+        "connection without keys) holds at most half",
+        past="429 `server_overloaded`; 400 for a request that needs more by itself",
     )  # fmt: skip
     max_template_variable_bytes: int = _size(
         64 << 10, "variables of a chat template (chat_template_kwargs)", row="`chat_template_kwargs`, as msgpack",
@@ -344,6 +367,12 @@ class ServerOptions(Limits):
         "", "path under which a proxy serves this server", metavar="PATH",
         row="path under which a proxy serves this server, as `/llm`: requests with and without it are answered",
     )  # fmt: skip
+    allowed_media_domains: tuple[str, ...] = _access(
+        (), "hosts from which images are fetched, as JSON or repeatable; without any, none is fetched",
+        metavar="HOST", parse=partial(parse_names, "allowed_media_domains"),
+        row="hosts, by their exact names, from which images of requests are fetched: over https, from public "
+        "addresses, without redirects, within 5 s; as JSON or repeatable. Without it images are `data:` URLs alone",
+    )  # fmt: skip
     allowed_origins: tuple[str, ...] = _access(
         (), "origins of web pages that may call this server, as JSON or repeatable; * is all", metavar="ORIGIN",
         parse=partial(parse_names, "allowed_origins"),
@@ -544,6 +573,9 @@ class ServerOptions(Limits):
             raise ConfigError("allow_runtime_lora needs lora_root, the folder of the adapters")
         self._check_paths()
         self._check_tls()
+        for host in self.allowed_media_domains:
+            if not _HOST_NAME.fullmatch(host.lower()):
+                raise ConfigError(f"allowed_media_domains must be names such as example.org, got {host[:200]!r}")
         if self.traces_url is not None:
             with needs_library("otlp_traces_endpoint", "opentelemetry", "'quire[otel]'"):
                 import opentelemetry.sdk.version  # noqa: F401, PLC0415 (optional)

@@ -36,9 +36,10 @@ from quire.server.errors import (
 )
 from quire.server.grammars.grammar_checker import GrammarChecker
 from quire.server.history import History
+from quire.server.images.image_inputs import ImageDecoder
 from quire.server.limits.active_responses import ActiveResponses
 from quire.server.limits.fair_semaphore import Lanes, PreparationThreads, TimeSlices
-from quire.server.limits.memory import BodyMemory, LogprobMemory
+from quire.server.limits.memory import BodyMemory, ImageMemory, LogprobMemory
 from quire.server.options import Limits, ServerOptions
 from quire.server.templates.template_renderer import TemplateRenderer
 from quire.server.tools.served_formats import ServedFormats
@@ -106,12 +107,13 @@ class PendingPins:
 class QueueReservations:
     """Reservations of all API requests of a service. Lives on the event loop."""
 
-    def __init__(self, max_total_body_bytes: int, metrics: Metrics) -> None:
+    def __init__(self, max_total_body_bytes: int, max_total_image_bytes: int, metrics: Metrics) -> None:
         self._metrics = metrics
         self.num_preparing = 0           # engine requests admitted and not yet sent to the engine
         self.num_preparing_tokens = 0    # prompt tokens x n of requests that are being sent
         self.num_by_client: dict[str, int] = {}     # requests that wait or run; clients without any are not in it
         self.bodies = BodyMemory(max_total_body_bytes)
+        self.images = ImageMemory(max_total_image_bytes)
         self.logprobs = LogprobMemory()
         self.pins = PendingPins()
 
@@ -168,11 +170,11 @@ class AdmittedCall:
     `is_kept` was set: then the generation releases them.
     """
 
-    __slots__ = ("_client_id", "_control", "_num_preparing", "_num_requests", "is_kept")
+    __slots__ = ("_client_id", "_control", "_num_image_bytes", "_num_preparing", "_num_requests", "is_kept")
 
     def __init__(self, control: QueueReservations, client_id: str, num_requests: int) -> None:
         self._control, self._client_id, self._num_requests = control, client_id, num_requests
-        self._num_preparing, self.is_kept = num_requests, False
+        self._num_preparing, self._num_image_bytes, self.is_kept = num_requests, 0, False
         control.num_preparing += num_requests
         control.num_by_client[client_id] = control.num_by_client.get(client_id, 0) + num_requests
 
@@ -184,8 +186,16 @@ class AdmittedCall:
         if not self.is_kept:
             self.release()
 
+    def reserve_image(self, num_bytes: int, where: str) -> None:
+        """Count the bytes of an image of the call until `release`. Errors as `ImageMemory.reserve`."""
+        self._control.images.reserve(self._client_id, self._num_image_bytes, num_bytes, where)
+        self._num_image_bytes += num_bytes
+
     def release(self) -> None:
-        """Stop counting the requests. Idempotent."""
+        """Stop counting the requests and their images. Idempotent."""
+        if self._num_image_bytes:
+            self._control.images.release(self._client_id, self._num_image_bytes)
+            self._num_image_bytes = 0
         num_requests, self._num_requests = self._num_requests, 0
         if not num_requests:
             return
@@ -235,6 +245,7 @@ class Service:
     history: History = field(init=False)      # API requests with their tokens and times
     formats: ServedFormats = field(init=False)     # tool calls and reasoning
     grammars: GrammarChecker = field(init=False)
+    images: ImageDecoder | None = field(init=False, default=None)  # None: the model reads text alone
     traces: Traces | None = field(init=False, default=None)
     threads: PreparationThreads = field(default_factory=PreparationThreads)
     decode_lanes: Lanes = field(default_factory=Lanes)  # for large bodies, decoded in slices on the event loop
@@ -251,11 +262,15 @@ class Service:
 
     def __post_init__(self) -> None:
         """Build what depends on the options. ConfigError if they name a format that does not exist."""
-        self.admission = QueueReservations(self.options.max_total_body_bytes, self.metrics)
+        self.admission = QueueReservations(
+            self.options.max_total_body_bytes, self.options.max_total_image_bytes, self.metrics
+        )
         self.adapters = AdapterNames(self.names)
         self.history = History(self.options.max_history_bytes)
         self.formats = ServedFormats(self.client.tokenizer, self.options, self.templates)
         self.grammars = GrammarChecker(self.options)
+        if (prompts := self.client.inputs.images) is not None:
+            self.images = ImageDecoder(prompts.settings, self.options)
         if self.options.enable_debug:
             self.metrics.keep_steps()
         if self.options.traces_url is not None:

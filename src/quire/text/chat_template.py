@@ -27,6 +27,7 @@ from jinja2.utils import Namespace
 from quire.core.errors import InvalidRequestError
 from quire.text.conversation import Message, checked_conversation, plain_part, refuse
 from quire.text.fitted_messages import WriteCalls, check_arguments, fitted_messages, hermes_calls, told_of_tools
+from quire.text.image_marks import ImageMarks, refuse_unshown
 from quire.text.template_forms import TemplateForms, probe
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 from quire.text.tools import (
@@ -214,6 +215,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         limits: ToolLimits = DEFAULT_TOOL_LIMITS,
         write_calls: WriteCalls | None = None,
+        marks: ImageMarks | None = None,
         **variables: Any,  # noqa: ANN401 (variables of the template)
     ) -> str:
         """Return the text of a conversation.
@@ -222,16 +224,19 @@ class ChatTemplate:
         the field `messages` if the messages are invalid or the template fails, for `tools` if those are invalid. With
         `continue_final_message`, instead of a generation prompt, the text ends where the last message's content does.
         `write_calls` writes calls where the template shows none, by default in the format for which the templates are
-        recognized, else as Hermes' models do.
+        recognized, else as Hermes' models do. With `marks` a part may be an image, which has its mark in the text.
         """
-        conversation = checked_conversation(messages, limits)
+        conversation = checked_conversation(messages, limits, marks)
         functions = None if tools is None else check_tools(tools)
         if functions is not None:
             check_schemas(functions, limits)
         variables["add_generation_prompt"] = add_generation_prompt
         write = write_calls or self._write_calls
+        if marks is not None:
+            conversation, functions = marks.typed_masked(conversation), marks.typed_masked(functions)
+            variables |= {"documents": marks.typed_masked(variables.get("documents"))}
         if not continue_final_message:
-            return self._render(conversation, functions, variables, write)
+            return self._render(conversation, functions, variables, write, marks)
         if add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message cannot be used together with add_generation_prompt: "
@@ -241,11 +246,12 @@ class ChatTemplate:
         if messages[-1].get("content") is None:
             refuse("continue_final_message needs a last message with a content")
         text = _mark_end(conversation[-1])
-        return _cut_after(text, self._render(conversation, functions, variables, write))
+        text = text if marks is None else marks.typed_unmasked(text)
+        return _cut_after(text, self._render(conversation, functions, variables, write, marks))
 
     def _render(
         self, conversation: Conversation, tools: list[dict[str, Any]] | None, variables: dict[str, Any],
-        write_calls: WriteCalls,
+        write_calls: WriteCalls, marks: ImageMarks | None,
     ) -> str:  # fmt: skip
         """Return the text of a checked conversation, fitted to the template that renders it."""
         name = TOOL_TEMPLATE if tools and TOOL_TEMPLATE in self._programs else DEFAULT_TEMPLATE
@@ -258,14 +264,30 @@ class ChatTemplate:
             text = tools_text(tools, write_calls if forms.tells_format else None)
             fitted = told_of_tools(fitted, text, forms)
         try:
-            rendered = self._programs[name].run({"documents": None, **variables, "messages": fitted, "tools": shown})
+            rendered = self._run(name, fitted, {"documents": None, **variables, "tools": shown}, marks)
         except InvalidRequestError as error:
             if forms.shows_calls:
                 check_arguments(conversation, error)
             raise
-        if text not in rendered:
+        if (text if marks is None else marks.typed_unmasked(text)) not in rendered:
             raise InvalidRequestError("the model's chat template does not show tools", param="tools")
         return rendered
+
+    def _run(
+        self, name: str, messages: Conversation, variables: Mapping[str, Any], marks: ImageMarks | None
+    ) -> str:
+        """Return the text that a template renders, with the marks of images at their places."""
+        program = self._programs[name]
+        rendered = program.run({**variables, "messages": messages})
+        if marks is None:
+            return rendered
+        text = marks.placed(rendered, messages)
+        if text is None:
+            messages = marks.as_texts(messages)
+            text = marks.placed(program.run({**variables, "messages": messages}), messages)
+        if text is None:
+            refuse_unshown(marks.placeholder)
+        return text
 
     def _run_or_none(self, program: TemplateProgram) -> Callable[..., str | None]:
         """Return a function that renders messages and tools for the probe; None for what the template refuses."""

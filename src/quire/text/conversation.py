@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.core.structured_outputs import check_json_bytes
+from quire.text.image_marks import ImageMarks
 from quire.text.tools import ToolLimits
 
 # The field with the text, by the type of a part.
@@ -26,6 +27,7 @@ _OTHER_MEDIA = (
 )  # fmt: skip
 _WITHOUT_TEXT = "redacted_thinking"     # reasoning that its server has encrypted
 
+IMAGE_TYPES = ("image_url", "input_image")    # in chats and in Responses; both have an `image_url`
 TEXT_TYPES = tuple(_TEXTS)
 PART_FIELDS: Mapping[str, str] = _TEXTS | _REASONING
 
@@ -52,6 +54,11 @@ def part_reasoning(part: object) -> str | None:
         texts = [part_text(each) for each in nested]
         return None if None in texts else "\n".join(text or "" for text in texts)
     return _text(part, _REASONING)
+
+
+def is_image(part: object) -> bool:
+    """Return whether a part is an image of a client's."""
+    return isinstance(part, dict) and part.get("type") in IMAGE_TYPES and part.get("image_url") is not None
 
 
 def part_type(part: object) -> object:
@@ -85,12 +92,17 @@ _LISTENED_TO = (*_SPEAKERS, "tool")  # messages of these roles have no reasoning
 Message = Mapping[str, Any]
 
 
-def checked_conversation(messages: object, limits: ToolLimits) -> list[dict[str, Any]]:
-    """Return copies of the messages, checked. InvalidRequestError names an invalid one."""
+def checked_conversation(
+    messages: object, limits: ToolLimits, marks: ImageMarks | None = None
+) -> list[dict[str, Any]]:
+    """Return copies of the messages, checked. InvalidRequestError names an invalid one.
+
+    `marks`: of the parts that are images; None for a model that reads text alone.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         refuse("messages must be a list of at least one message")
     calls = _Calls(limits)
-    return [_checked(f"messages[{index}]", message, calls) for index, message in enumerate(messages)]
+    return [_checked(f"messages[{index}]", message, calls, marks) for index, message in enumerate(messages)]
 
 
 def paired(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,7 +177,7 @@ class _Calls:
         return result if name is None else result | {"name": result.get("name", name)}
 
 
-def _checked(where: str, message: object, calls: _Calls) -> dict[str, Any]:
+def _checked(where: str, message: object, calls: _Calls, marks: ImageMarks | None) -> dict[str, Any]:
     if not isinstance(message, dict):
         refuse(f"{where} must be an object, got {type(message).__name__}")
     if not isinstance(message.get("role"), str):
@@ -189,7 +201,7 @@ def _checked(where: str, message: object, calls: _Calls) -> dict[str, Any]:
         if thought and not any(isinstance(checked.get(name), str) for name in _REASONING_NAMES):
             checked[_REASONING_NAMES[0]] = thought
     if content is not None or "tool_calls" not in checked:
-        checked["content"] = _content(where, content)
+        checked["content"] = _content(where, content, marks)
     reasoning = next((text for name in _REASONING_NAMES if isinstance(text := checked.get(name), str)), None)
     if reasoning is not None:
         checked |= {name: reasoning for name in _REASONING_NAMES if name not in checked}
@@ -206,14 +218,17 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
     return content or "" if content is None or isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _content(where: str, content: object) -> str | list[dict[str, Any]]:
-    """Return the content of a message: a text, or text parts with nothing but their texts."""
+def _content(where: str, content: object, marks: ImageMarks | None = None) -> str | list[dict[str, Any]]:
+    """Return the content of a message: a text, or parts, images as they are and texts with nothing else."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | tuple):
         refuse(f"{where}.content must be a string, a list of parts or null, got {type(content).__name__}")
     parts = []
     for index, part in enumerate(content):
+        if marks is not None and marks.is_part(part):
+            parts.append(part)
+            continue
         text = part_text(part)
         if text is None:
             refuse(part_problem(f"{where}.content[{index}]", part))

@@ -65,6 +65,15 @@ def test_server_gets_what_was_set_and_decides_the_rest(run: Run, server: ChatSer
     }  # fmt: skip
 
 
+def test_images_go_with_the_first_question(run: Run, server: ChatServer, tmp_path: Path) -> None:
+    server.replies += [answer("x")]
+    (tmp_path / "a.png").write_bytes(b"hi")
+    assert run("chat", "--url", server.url, "--image", tmp_path / "a.png", stdin="what?\n").code == 0
+    (message,) = server.asked[0]["messages"]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    assert message == {"role": "user", "content": [picture, {"type": "text", "text": "what?"}]}
+
+
 def test_key_comes_from_the_environment(run: Run, server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     server.api_key, server.replies = "secret", [answer("x")]
     assert run("chat", "--url", server.url, stdin="hi\n").code == 1
@@ -96,6 +105,8 @@ def test_pipe_ends_with_the_first_error(run: Run, server: ChatServer) -> None:
         (("some/model", "--url", "http://a"), 2, "MODEL is for a local model"),
         (("--block-size", "16", "--url", "http://a"), 2, "--block-size is for a local model"),
         (("--n", "2"), 2, "No such option"),
+        (("--image", "a.svg"), 2, "--image must be a file of PNG, JPEG, WebP or GIF, got a.svg"),
+        (("--image", "no/such/a.png"), 2, "--image no/such/a.png: No such file or directory"),
     ],
 )
 def test_what_cannot_work_ends_with_a_code_and_a_reason(

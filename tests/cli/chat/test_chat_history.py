@@ -52,3 +52,15 @@ def test_file_has_a_message_per_line(tmp_path: Path) -> None:
     lines = (tmp_path / "chat.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == conversation.messages()
     assert "日本" in lines[0]
+
+
+def test_images_are_in_front_of_the_first_question() -> None:
+    conversation = ChatHistory("be brief", images=("data:image/png;base64,aGk=",))
+    assert conversation.messages() == [{"role": "system", "content": "be brief"}]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    first = {"role": "user", "content": [picture, {"type": "text", "text": "q1"}]}
+    assert conversation.messages("q1")[1:] == [first]
+    conversation.keep(Exchange("q1", "a1"))
+    assert conversation.messages("q2")[1:] == [
+        first, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "q2"},
+    ]  # fmt: skip

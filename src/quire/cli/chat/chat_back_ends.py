@@ -65,7 +65,10 @@ class LocalBackEnd:
 
     def answer(self, messages: Sequence[Message], on_update: Callable[[Update], None]) -> None:
         """Run the model to the answer's end. Ctrl-C stops it at the end of a step, a second one at once."""
-        outputs = self._llm.stream(self._prompt(messages), self._params)
+        if self._is_chat_model:
+            outputs = self._llm.stream_chat(messages, self._params)
+        else:
+            outputs = self._llm.stream(continued_text(messages), self._params)
         num_written = 0
         with postponed_interrupt() as interrupted, closing(cast(Generator[RequestOutput, None, None], outputs)):
             for output in outputs:
@@ -82,16 +85,13 @@ class LocalBackEnd:
                 if interrupted.is_set():
                     raise KeyboardInterrupt
 
-    def _prompt(self, messages: Sequence[Message]) -> str | list[int]:
-        if not self._is_chat_model:
-            return continued_text(messages)
-        return self._tokenizer.encode(self._tokenizer.apply_chat_template(messages), add_special_tokens=False)
-
 
 def continued_text(messages: Sequence[Message]) -> str:
-    """Return one text: a user's words begin a new line, an answer continues where they end."""
+    """Return one text: a user's words begin a new line, an answer continues where they end. ChatError for images."""
     text = ""
     for message in messages:
+        if not isinstance(message["content"], str):
+            raise ChatError("a model without a chat template reads no images")
         if message["role"] == "user" and text and not text.endswith("\n"):
             text += "\n"
         text += message["content"]

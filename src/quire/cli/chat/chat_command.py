@@ -1,8 +1,11 @@
 """`quire chat`: choice of the back end, and sampling of its answers."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from mimetypes import guess_type
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import typer
@@ -15,6 +18,7 @@ from quire.cli.model_flags import AnswerFlags, load, model_defaults
 from quire.core.options import declared_options
 from quire.engine.options import EngineOptions
 
+IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _PANEL, _REMOTE = "Sampling", "Remote server"
 
 
@@ -49,10 +53,23 @@ def chat(
     sampling: ChatSamplingFlags,
     server: RemoteFlags,
     system: Annotated[str | None, flag("the system message")] = None,
+    image: Annotated[list[Path] | None, flag("an image that the first question is about (repeatable)")] = None,
 ) -> None:
     """Talk to a model in the terminal, or to a server."""
+    images = tuple(image_url(path) for path in image or ())
     with _back_end(context, engine, sampling, server) as back_end:
-        ChatSession(back_end, Screen(), ChatHistory(system)).run()
+        ChatSession(back_end, Screen(), ChatHistory(system, images=images)).run()
+
+
+def image_url(path: Path) -> str:
+    """Return the file of an image as a data: URL. BadParameter for one that cannot be read, or of another type."""
+    media_type = guess_type(path)[0]
+    if media_type not in IMAGE_TYPES:
+        raise typer.BadParameter(f"--image must be a file of PNG, JPEG, WebP or GIF, got {path}")
+    try:
+        return f"data:{media_type};base64,{b64encode(path.read_bytes()).decode()}"
+    except OSError as error:
+        raise typer.BadParameter(f"--image {path}: {error.strerror or error}") from error
 
 
 @contextmanager

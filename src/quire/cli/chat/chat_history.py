@@ -95,6 +95,7 @@ class ChatHistory:
     system: str | None = None
     exchanges: list[Exchange] = field(default_factory=list)
     unanswered: str | None = None
+    images: tuple[str, ...] = ()        # data: URLs, in front of the first question
 
     def messages(self, question: str | None = None, *, instead_of_last: bool = False) -> list[Message]:
         """Return what was said, and `question` or else the unanswered one; perhaps in place of the last exchange."""
@@ -104,7 +105,12 @@ class ChatHistory:
         question = self.unanswered if question is None else question
         if question is not None:
             said.append(("user", question))
-        return [{"role": role, "content": content} for role, content in said]
+        messages: list[Message] = [{"role": role, "content": content} for role, content in said]
+        first = next((number for number, (role, _) in enumerate(said) if role == "user"), None)
+        if self.images and first is not None:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+            messages[first] = {"role": "user", "content": [*parts, {"type": "text", "text": said[first][1]}]}
+        return messages
 
     def keep(self, exchange: Exchange, *, instead_of_last: bool = False) -> None:
         """Add a question and its answer, or put them in place of the last ones."""

@@ -23,6 +23,7 @@ from quire.core.sequence import Request
 from quire.core.token_ids import PackedTokens, pack_tokens
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
+from quire.engine.requests.image_prompts import ImagePrompts, NumberedImage
 from quire.engine.requests.reasoning_gate import ReasoningMarkers
 from quire.text.conversation import Message
 from quire.text.tokenizer import Tokenizer
@@ -158,6 +159,8 @@ class InputProcessor:
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
         self._generates = ready.generates
+        settings = None if ready.images is None else ready.images.settings
+        self.images = None if settings is None or tokenizer is None else ImagePrompts(settings, tokenizer)
 
     def truncation_of(self, params: SamplingParams, *, keeps_last: bool = True) -> Truncation | None:
         """Return the truncation that parameters ask for. InvalidRequestError if it is longer than max_model_len."""
@@ -190,18 +193,32 @@ class InputProcessor:
     ) -> TokenizedPrompt:
         """Return a conversation rendered by `Tokenizer.apply_chat_template`, and its tokens.
 
-        InvalidRequestError as `tokenize`.
+        Parts may be images of the caller's, which are decoded in this process. InvalidRequestError as `tokenize`.
         """
         if self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: chat needs one", param="messages")
-        return self.tokenize_rendered(self.tokenizer.apply_chat_template(conversation, **how), truncation=truncation)
+        images: Sequence[NumberedImage] = ()
+        if self.images is not None:
+            conversation, images = self.images.taken(conversation)
+            how["marks"] = self.images.marks
+        text = self.tokenizer.apply_chat_template(conversation, **how)
+        return self.tokenize_rendered(text, truncation=truncation, images=images)
 
     def tokenize_rendered(
-        self, text: str, *, add_special_tokens: bool = False, truncation: Truncation | None = None
-    ) -> TokenizedPrompt:
-        """Return the tokens of a rendered chat; its text contains its special tokens."""
+        self, text: str, *, add_special_tokens: bool = False, truncation: Truncation | None = None,
+        images: Sequence[NumberedImage] = (),
+    ) -> TokenizedPrompt:  # fmt: skip
+        """Return the tokens of a rendered chat; its text contains its special tokens, and the marks of its images."""
         assert self.tokenizer is not None, "a chat template comes with a tokenizer"
-        return self._encode(self.tokenizer, text, truncation, add_special_tokens=add_special_tokens)
+        if self.images is None or not self.images.needs_places(text):
+            return self._encode(self.tokenizer, text, truncation, add_special_tokens=add_special_tokens)
+        if images and truncation is not None:
+            message = "truncate_prompt_tokens cannot be used with images: the prompt could begin inside of one"
+            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        written = self.images.written(text)
+        prompt = self._encode(self.tokenizer, written, None, add_special_tokens=add_special_tokens)
+        token_ids, placed = self.images.placed(text, prompt.token_ids, images)
+        return TokenizedPrompt(written, truncated(token_ids, truncation), images=placed)
 
     def _encode(
         self, tokenizer: Tokenizer, text: str, truncation: Truncation | None, *, add_special_tokens: bool

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.json import encode
 
@@ -12,9 +12,11 @@ from quire.core.checks import refuse
 from quire.core.errors import InvalidRequestError
 from quire.core.outputs import CompletionOutput
 from quire.core.structured_outputs import StructuredOutputsParams
+from quire.engine.requests.image_prompts import NumberedImage
 from quire.engine.requests.input_processor import CheckedParams, Truncation
 from quire.server.api.preparation import ApiRequest, prepare
-from quire.server.service import Service
+from quire.server.images.image_inputs import ImagePart, marked
+from quire.server.service import AdmittedCall, Service
 from quire.server.tools.call_reader import CallBegan, CallEnded, Event, Reasoning
 from quire.server.tools.served_formats import OutputReading
 from quire.text.conversation import Message
@@ -38,17 +40,29 @@ class ChatPrompt:
     variables: Mapping[str, Any] = field(default_factory=dict)  # passed to the template
     adds_special_tokens: bool = False           # the template writes them itself
     truncation: Truncation | None = None        # how its tokens are truncated
+    reads_images: bool = False                  # an ImagePart may be part of a content
+
+
+class RenderedChat(NamedTuple):
+    """The text of a conversation, with the marks of its images, and the images."""
+
+    text: str
+    images: Sequence[ImagePart]
 
 
 async def rendered(
     service: Service, conversation: ChatPrompt, client_id: str, forced: Sequence[Tool] = ()
-) -> str:
+) -> RenderedChat:
     """Return the text of a conversation, by the chat template. InvalidRequestError if it cannot be rendered.
 
     The schemas of the tools that are `forced` are checked, too.
     """
-    return await service.templates.render(
-        conversation.messages,
+    messages, images, marks = conversation.messages, list[ImagePart](), None
+    if conversation.reads_images and service.client.inputs.images is not None:
+        marks = service.client.inputs.images.marks
+        messages, images = marked(messages, marks)
+    text = await service.templates.render(
+        messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         variables={**service.options.template_variables, **conversation.variables},
@@ -57,7 +71,19 @@ async def rendered(
         limits=service.options,
         client_id=client_id,
         call_format=service.formats.call_format,
+        marks=marks,
     )
+    return RenderedChat(text, images)
+
+
+async def numbered_images(
+    service: Service, images: Sequence[ImagePart], admitted: AdmittedCall, client_id: str, cache_salt: str | None = None
+) -> Sequence[NumberedImage]:
+    """Return the images of a conversation as the model gets them; they count as memory of an admitted call."""
+    prompts = service.client.inputs.images
+    if not images or service.images is None or prompts is None:
+        return ()
+    return await service.images.numbered(images, prompts, admitted.reserve_image, client_id, cache_salt)
 
 
 def template_variables(
@@ -88,15 +114,17 @@ def _effort_variables(effort: str | None, param: str) -> dict[str, Any]:
 
 
 async def prepare_chat(
-    service: Service, call: ApiRequest, conversation: ChatPrompt, *, shows_reasoning: bool = True
-) -> None:
+    service: Service, call: ApiRequest, conversation: ChatPrompt, admitted: AdmittedCall, *,
+    shows_reasoning: bool = True,
+) -> None:  # fmt: skip
     """Add the engine request for a conversation to a call, and the reading of its outputs."""
-    text = await rendered(service, conversation, call.client_id, _forced_tools(call))
+    text, images = await rendered(service, conversation, call.client_id, _forced_tools(call))
     call.rendered_s = time.monotonic()
     await _add_formats(service, call, text, shows_reasoning=shows_reasoning)
+    numbered = await numbered_images(service, images, admitted, call.client_id, call.cache_salt)
     tokenize = partial(
         service.client.inputs.tokenize_rendered, add_special_tokens=conversation.adds_special_tokens,
-        truncation=conversation.truncation,
+        truncation=conversation.truncation, images=numbered,
     )  # fmt: skip
     await prepare(service, call, tokenize, [text])
 

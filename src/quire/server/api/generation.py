@@ -28,6 +28,7 @@ class TokenUsage(NamedTuple):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_image_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class RequestUsage:
 
     metrics: RequestMetrics
     num_prompt_tokens: int
+    num_image_tokens: int = 0                                              # part of num_prompt_tokens
     num_output_tokens: int = 0                                             # sum over all branches
     finish_reasons: dict[int, FinishReason] = field(default_factory=dict)  # finished branches alone
 
@@ -48,12 +50,13 @@ class RequestUsage:
 
 def total_usage(requests: Sequence[RequestUsage]) -> TokenUsage:
     """Return the tokens of all requests together."""
-    num_prompt_tokens = num_output_tokens = num_cached_tokens = 0
+    num_prompt_tokens = num_output_tokens = num_cached_tokens = num_image_tokens = 0
     for request in requests:
         num_prompt_tokens += request.num_prompt_tokens
         num_output_tokens += request.num_output_tokens
         num_cached_tokens += request.metrics.num_cached_tokens
-    return TokenUsage(num_prompt_tokens, num_output_tokens, num_cached_tokens)
+        num_image_tokens += request.num_image_tokens
+    return TokenUsage(num_prompt_tokens, num_output_tokens, num_cached_tokens, num_image_tokens)
 
 
 def request_times(metrics: RequestMetrics | None, num_output_tokens: int) -> dict[str, float | None]:
@@ -90,7 +93,7 @@ def fill_record(record: RequestRecord, requests: Sequence[RequestUsage], n: int)
 
     Return the tokens.
     """
-    record.prompt_tokens, record.output_tokens, record.cached_tokens = usage = total_usage(requests)
+    record.prompt_tokens, record.output_tokens, record.cached_tokens, _ = usage = total_usage(requests)
     record.finish_reasons, record.preemptions = [], 0
     for request in requests:
         metrics = request.metrics
@@ -123,9 +126,11 @@ class Generation:
         self.usage: list[RequestUsage] = []
         self._past: list[PastRequest] = []
         for prepared, stream in zip(request.requests, streams, strict=True):
-            self.usage.append(RequestUsage(stream.metrics, len(prepared.prompt.token_ids)))
+            prompt = prepared.prompt
+            num_image_tokens = sum(image.num_tokens for image in prompt.images)
+            self.usage.append(RequestUsage(stream.metrics, len(prompt.token_ids), num_image_tokens))
             reads_cache, n = prepared.request.reads_cache, prepared.request.params.n
-            self._past.append(PastRequest(prepared.prompt, stream.metrics, reads_cache, num_branches=n))
+            self._past.append(PastRequest(prompt, stream.metrics, reads_cache, num_branches=n))
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
         # fields in the engine's errors -> fields of the body
         self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}

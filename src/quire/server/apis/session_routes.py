@@ -31,6 +31,7 @@ from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import ApiError, invalid
 from quire.server.history import PastRequest
 from quire.server.http.application import CLIENT_ID, KEY_NUMBER
+from quire.server.images.image_inputs import refuse_images
 from quire.server.service import Service
 from quire.text.tools import check_tools
 
@@ -236,7 +237,8 @@ async def _compute(
 
         return await sessions.compute(request, model, of_prompt, len(body.prompt), None, ttl_s)
     tools = [] if body.tools is None else check_tools(body.tools)
-    conversation = conversation_of(body, body.messages, tools)
+    conversation = conversation_of(service, body, body.messages, tools)
+    refuse_images(conversation.messages, "is an image: sessions keep texts, as pixels are not kept")
     whole = [*messages, *conversation.messages]
     num_bytes, most = len(encode(whole)), service.options.max_session_bytes
     if num_bytes > most:
@@ -247,7 +249,7 @@ async def _compute(
     ends_open = bool(body.add_generation_prompt)
     conversation = replace(conversation, messages=whole, add_generation_prompt=ends_open)
     with service.admit(1, param="messages", client_id=request.scope[CLIENT_ID]):
-        text = await rendered(service, conversation, request.scope[CLIENT_ID])
+        text, _ = await rendered(service, conversation, request.scope[CLIENT_ID])
 
     adds = conversation.adds_special_tokens
 
@@ -265,6 +267,8 @@ def _answer(request: Request, body: SessionExtendBody) -> tuple[PastRequest, Tok
     except ApiError as error:
         raise SessionError(f"answer_id: {error.message}", "answer_gone", param="answer_id") from error
     past = requests[check_int("prompt_index", body.prompt_index or 0, 0, len(requests) - 1)]
+    if past.has_images:
+        invalid("answer_id: the answer is to images, and pixels are not kept", param="answer_id")
     index = check_int("index", body.index or 0, 0, past.num_branches - 1)
     tokens = past.known_tokens(index, len(past.branches.get(index, ())))
     return past, past.prompt._replace(token_ids=array("i", tokens))

@@ -1,16 +1,20 @@
 """Routes /tokenize, /detokenize and /tokenizer_info: texts to token ids and back, off the event loop."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request, Response
 
 from quire.core.checks import check_token_ids, refuse
-from quire.server.api.chat import rendered
+from quire.core.token_ids import pack_tokens
+from quire.engine.requests.image_prompts import NumberedImage
+from quire.server.api.chat import numbered_images, rendered
 from quire.server.api.http_responses import JsonStream, array, encode, encode_streamed, json_response
 from quire.server.api.request_bodies import read_body, request_body
 from quire.server.apis.completions.completion_bodies import DetokenizeBody, TokenizeBody
 from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import invalid
 from quire.server.http.application import CLIENT_ID
-from quire.server.service import Service
+from quire.server.service import AdmittedCall, Service
 from quire.text.tokenizer import Tokenizer
 from quire.text.tools import check_tools
 
@@ -26,8 +30,8 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     service.check_model(body.model)
     client_id = request.scope[CLIENT_ID]
-    with service.admit(1, client_id=client_id):
-        return json_response(await _tokenized(service, body, client_id))
+    with service.admit(1, client_id=client_id) as admitted:
+        return json_response(await _tokenized(service, body, admitted, client_id))
 
 
 @router.post("/detokenize", openapi_extra=request_body(DetokenizeBody))
@@ -48,19 +52,27 @@ async def tokenizer_info(request: Request) -> Response:
     return json_response(_tokenizer(service).describe())
 
 
-async def _tokenized(service: Service, body: TokenizeBody, client_id: str) -> bytes:
+async def _tokenized(service: Service, body: TokenizeBody, admitted: AdmittedCall, client_id: str) -> bytes:
     """Return the response of /tokenize."""
     tokenizer = _tokenizer(service)
     if (body.prompt is None) == (body.messages is None):
         invalid("give either prompt or messages", param="prompt")
     text, adds_special_tokens = body.prompt or "", body.add_special_tokens is not False
+    numbered: Sequence[NumberedImage] = ()
     if body.messages is not None:
         adds_special_tokens = bool(body.add_special_tokens)
-        conversation = conversation_of(body, body.messages, [] if body.tools is None else check_tools(body.tools))
-        text = await rendered(service, conversation, client_id)
+        tools = [] if body.tools is None else check_tools(body.tools)
+        conversation = conversation_of(service, body, body.messages, tools)
+        text, images = await rendered(service, conversation, client_id)
+        numbered = await numbered_images(service, images, admitted, client_id)
 
     def response() -> bytes:
-        tokens = tokenizer.encode(text, adds_special_tokens)
+        prompts = service.client.inputs.images
+        if body.messages is None or prompts is None or not prompts.needs_places(text):
+            tokens = tokenizer.encode(text, adds_special_tokens)
+        else:
+            written = pack_tokens(tokenizer.encode(prompts.written(text), adds_special_tokens))
+            tokens = prompts.placed(text, written, numbered)[0].tolist()
         parts = [tokens[start : start + _TOKENS_PER_SLICE] for start in range(0, len(tokens), _TOKENS_PER_SLICE)]
         texts = (encode([tokenizer.token_piece(token) for token in part]) for part in parts)
         return b"".join(encode_streamed({

@@ -1,10 +1,10 @@
-"""Memory bounds on what requests hold: their bodies, and the logprobs of running calls.
+"""Memory bounds on what requests hold: their bodies, their images, and the logprobs of running calls.
 
 A body counts from its first byte until its prompts are tokenized. Its bound has two parts: a quarter is reserved for
 small bodies, so that a few large unfinished ones cannot exclude them. When a part is full, the client with the most
 bytes loses its unfinished body that has received nothing for longest. A complete body is never dropped. One client
 holds at most half of a part. For logprobs a call reserves its maximum before it is queued, so that an admitted call
-never fails for lack of memory.
+never fails for lack of memory. Images count as the model gets them, from their decoding until the call's end.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from quire.core.logprob_table import CANDIDATE_BYTES, width_of
 from quire.core.sequence import Request
 from quire.engine.requests.input_processor import PreparedRequest
-from quire.server.errors import invalid, logprob_memory_full
+from quire.server.errors import image_memory_full, invalid, logprob_memory_full
 from quire.server.options import Limits
 
 SMALL_BYTES = 16 << 10
@@ -114,6 +114,37 @@ class BufferedBody:
         if self._part is not None:
             self._part.remove(self)
             self._part = None
+
+
+class ImageMemory:
+    """Bytes of the images of all calls under way, at most half of `max_bytes` for one client. On the event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_client_bytes = Counter[str]()
+
+    def reserve(self, client_id: str, num_own_bytes: int, num_bytes: int, where: str) -> None:
+        """Count an image of a call that holds `num_own_bytes` already; `where`: its place in the body.
+
+        ApiError 400 if the call alone has too much, 429 if it does with other calls.
+        """
+        most = self.max_bytes // 2
+        if num_own_bytes + num_bytes > most:
+            invalid(
+                f"{where}: the images of the request come to {num_own_bytes + num_bytes} bytes, and may have {most}: "
+                f"half of max_total_image_bytes", param=where,
+            )  # fmt: skip
+        held = self.num_client_bytes
+        if held[client_id] + num_bytes > most or held.total() + num_bytes > self.max_bytes:
+            raise image_memory_full(held.total(), self.max_bytes)
+        held[client_id] += num_bytes
+
+    def release(self, client_id: str, num_bytes: int) -> None:
+        """Stop counting bytes of a client's images."""
+        self.num_client_bytes[client_id] -= num_bytes
+        assert self.num_client_bytes[client_id] >= 0, f"{client_id} has {self.num_client_bytes[client_id]} image bytes"
+        if not self.num_client_bytes[client_id]:
+            del self.num_client_bytes[client_id]
 
 
 class LogprobMemory:

@@ -83,7 +83,8 @@ def sampling(body: OllamaChatBody) -> Json:
         if getattr(body, name):
             invalid(f"{name} is not supported", param=name, code="unsupported_parameter")
     if body.images or any(message.get("images") for message in body.messages or ()):
-        invalid("images are not supported: the model reads text", param="images", code="unsupported_parameter")
+        message = "images are not supported here: /v1/chat/completions has them"
+        invalid(message, param="images", code="unsupported_parameter")
     made: Json = {}
     for name, value in (body.options or {}).items():
         if name in _OPTIONS and value is not None and not (name == "num_predict" and value in (-1, -2)):

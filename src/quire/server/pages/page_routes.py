@@ -80,6 +80,7 @@ def _status(service: Service) -> dict[str, Any]:
         "uptime_s": max(0, int(time.time()) - service.created),
         "models": [*service.names, *(each.name for each in service.adapters.all)],
         "generates": ready.generates,
+        "reads_images": service.images is not None,
         "device": ready.device,
         "dtype": ready.dtype,
         "quantization": ready.quantization or None,

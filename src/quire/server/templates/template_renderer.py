@@ -31,6 +31,7 @@ from quire.server.templates.template_worker import (
 )
 from quire.text.chat_template import MAX_RENDERED_CHARS, log_forms
 from quire.text.conversation import Message
+from quire.text.image_marks import ImageMarks
 from quire.text.template_forms import TemplateForms
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 from quire.text.tokenizer import Tokenizer
@@ -89,11 +90,13 @@ class TemplateRenderer:
         limits: Limits = DEFAULT_LIMITS,
         client_id: str = "",
         call_format: str | None = None,
+        marks: ImageMarks | None = None,
     ) -> str:
         """Return the text of a conversation. InvalidRequestError for errors of the messages or the template.
 
         Calls that the template does not show are written in `call_format`, by default the recognized one. The schemas
-        of `forced`, some of the tools, are checked: a grammar must be able to express them. ApiError 429 when too many
+        of `forced`, some of the tools, are checked: a grammar must be able to express them. With `marks` messages may
+        have images, which have their marks in the text. ApiError 429 when too many
         conversations wait, 503 when closed; RuntimeError when the process was killed or crashed. Cancelling the caller
         kills its render.
         """
@@ -111,7 +114,7 @@ class TemplateRenderer:
         )
         indices = [index for index, tool in enumerate(tools or ()) if any(tool is other for other in forced)]
         command = _frame(Render(
-            messages, add_generation_prompt, continue_final_message, known, tools, bounds, indices, call_format
+            messages, add_generation_prompt, continue_final_message, known, tools, bounds, indices, call_format, marks
         ))  # fmt: skip
         most = limits.max_conversation_bytes
         _check_bytes("messages", "a conversation", len(command), most, "max_conversation_bytes")

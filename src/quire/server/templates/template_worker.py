@@ -17,6 +17,7 @@ from quire.core.frames import frame
 from quire.server.limits.sandbox_worker import serve_jobs
 from quire.text.chat_template import ChatTemplate
 from quire.text.fitted_messages import WriteCalls
+from quire.text.image_marks import ImageMarks
 from quire.text.template_forms import TemplateForms
 from quire.text.tools import DEFAULT_TOOL_LIMITS, ToolLimits, parameters_of
 
@@ -40,7 +41,8 @@ class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     """A conversation and tools, unchecked, and the other variables of the template.
 
     `forced`: indices of the tools with schemas that become grammars, which is checked. `call_format`: name of the
-    format in which calls are written where the template shows none; None: the one that is recognized.
+    format in which calls are written where the template shows none; None: the one that is recognized. `marks`: of the
+    images; None for a model that reads text alone.
     """
 
     messages: Any
@@ -51,6 +53,7 @@ class Render(msgspec.Struct, tag="render", array_like=True, frozen=True):
     limits: ToolLimits = DEFAULT_TOOL_LIMITS
     forced: list[int] = []
     call_format: str | None = None
+    marks: ImageMarks | None = None
 
 
 class TemplateLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
@@ -113,6 +116,7 @@ def _rendered(template: ChatTemplate, command: Render) -> bytes:
             write_calls=_writer(command.call_format),
             add_generation_prompt=command.add_generation_prompt,
             continue_final_message=command.continue_final_message,
+            marks=command.marks,
             **command.variables,
         )
         if command.forced:

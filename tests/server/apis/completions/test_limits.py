@@ -115,7 +115,13 @@ BODIES: dict[str, list[Case]] = {
 # Limits of the connection, and of time: the tests that show them.
 CONSTRAINTS = "tests/server/grammars/test_structured_outputs.py::test_what_cannot_constrain_is_refused_by_name"
 VECTORS = "tests/server/apis/embeddings/test_embeddings.py::"
+IMAGES = "tests/server/images/test_image_inputs.py::"
 ELSEWHERE = {
+    **dict.fromkeys(
+        ("max_images", "max_image_bytes", "max_decoded_image_bytes"), f"{IMAGES}test_images_of_a_request_are_bounded"
+    ),
+    "max_image_pixels": f"{IMAGES}test_hostile_images_cost_their_requests_alone",
+    "max_total_image_bytes": f"{IMAGES}test_memory_of_images_is_bounded_by_client_and_in_all",
     "max_embedding_inputs": f"{VECTORS}test_bad_embedding_requests_name_field_and_limit",
     "max_rerank_documents": f"{VECTORS}test_bad_requests_for_scores_name_field_and_limit",
     "max_pooling_bytes": f"{VECTORS}test_bad_embedding_requests_name_field_and_limit",

@@ -34,7 +34,7 @@ from quire.server.api.request_bodies import (
     documented_as,
     list_of,
 )
-from quire.text.conversation import PART_FIELDS, part_problem, part_reasoning, part_text
+from quire.text.conversation import PART_FIELDS, is_image, part_problem, part_reasoning, part_text
 from quire.text.tools import NAME_PATTERN
 
 # Not supported, with the values besides null that change nothing. A route may have one of them as a field of its own.
@@ -114,13 +114,13 @@ _SCORED_TOKEN: Schema = {"type": "integer", "minimum": PADDING, "maximum": MAX_I
 
 
 def _checked_content(content: object) -> object:
-    """Return valid content of a message: text, parts of text or reasoning, or null."""
+    """Return valid content of a message: text, parts of text, reasoning or images, or null."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise PydanticCustomError("content", "Input should be a string, a list of text parts or null")
     for index, part in enumerate(content):
-        if part_text(part) is None and part_reasoning(part) is None:
+        if part_text(part) is None and part_reasoning(part) is None and not is_image(part):
             raise PydanticCustomError(ELEMENT, "{problem}", {"problem": part_problem(f"[{index}]", part)})
     return content
 
@@ -134,7 +134,21 @@ def _part(kind: str, field: str) -> Schema:
     }
 
 
-_PART: Schema = {"anyOf": [{"type": "string"}, *(_part(kind, field) for kind, field in PART_FIELDS.items())]}
+_IMAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high"]}},
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
+_PART: Schema = {
+    "anyOf": [{"type": "string"}, *(_part(kind, field) for kind, field in PART_FIELDS.items()), _IMAGE]
+}
 _BIAS: Schema = {
     "type": "object",
     "propertyNames": {"pattern": "^[0-9]{1,10}$"},

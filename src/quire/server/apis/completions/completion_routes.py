@@ -52,6 +52,7 @@ from quire.server.errors import ApiError, invalid, raise_renamed, renamed_fields
 from quire.server.grammars.grammar_checker import CONSTRAINT_FIELDS
 from quire.server.history import PastRequest
 from quire.server.http.application import CLIENT_ID, KEY_NUMBER, RequestRecord, received_s_of, record_of
+from quire.server.images.image_inputs import with_image_parts
 from quire.server.options import Limits
 from quire.server.service import Service
 from quire.server.tools.served_formats import NO_TOOLS, ToolUse, tool_use
@@ -318,13 +319,14 @@ async def create_chat_completion(request: Request) -> Response:
             check_deadline(service, call)
             await constrain(service, call, constraint_fields(body))
             conversation = replace(
-                conversation_of(body, body.messages, call.tools.tools), truncation=truncation_of(service, call, body)
+                conversation_of(service, body, body.messages, call.tools.tools),
+                truncation=truncation_of(service, call, body),
             )
             if session is not None:
                 messages = request.app.state.sessions.messages_of(session, conversation.messages)
                 conversation = replace(conversation, messages=messages)
             shows_reasoning = body.include_reasoning is not False
-            await prepare_chat(service, call, conversation, shows_reasoning=shows_reasoning)
+            await prepare_chat(service, call, conversation, reservation, shows_reasoning=shows_reasoning)
         builder = ChatResponseBuilder(call, service.client.tokenizer)
         if call.transfer is not None:
             note_transfer(service, call, call.transfer)
@@ -445,21 +447,25 @@ def truncation_of(service: Service, call: OpenAIRequest, body: GenerationBody) -
 
 
 def conversation_of(
-    body: ChatBody | TokenizeBody | SessionExtendBody, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    service: Service, body: ChatBody | TokenizeBody | SessionExtendBody, messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
 ) -> ChatPrompt:
     """Return the conversation of a body. InvalidRequestError for variables of the template that are fields."""
+    given = [_as_message(message) for message in messages]
+    reads_images = service.images is not None
     continues = bool(body.continue_final_message)
     begins = body.add_generation_prompt
     variables = template_variables(body.reasoning_effort, body.chat_template_kwargs)
     if isinstance(body, ChatBody) and body.documents is not None:
         variables |= {"documents": _checked_documents(body.documents)}
     return ChatPrompt(
-        messages=[_as_message(message) for message in messages],
+        messages=with_image_parts(given, reads_images=reads_images),
         tools=tools,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
         variables=variables,
         adds_special_tokens=bool(body.add_special_tokens),
+        reads_images=reads_images,
     )
 
 

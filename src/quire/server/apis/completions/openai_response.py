@@ -64,11 +64,12 @@ def event(message: Json) -> bytes:
 
 def usage_json(usage: TokenUsage) -> Json:
     """Return the usage object of a response."""
+    images = {"image_tokens": usage.num_image_tokens} if usage.num_image_tokens else {}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, **images},
     }
 
 

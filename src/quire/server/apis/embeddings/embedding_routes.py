@@ -143,7 +143,7 @@ async def start_embeddings(
         service.admit(len(prompts), param=param, client_id=call.client_id) as reservation,
     ):
         if conversation is not None:
-            prompts = [await rendered(service, conversation, call.client_id)]
+            prompts = [(await rendered(service, conversation, call.client_id)).text]
             call.rendered_s = time.monotonic()
             _check_bytes(_num_bytes(prompts[0]), service.options, param)
         num_chars = sum(map(len, prompts))

@@ -24,7 +24,9 @@ from quire.server.api.preparation import ApiRequest
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
 from quire.server.apis.messages.openai_conversion import deferred_tools, openai_messages, openai_tools, system_blocks
 from quire.server.errors import ApiError, invalid
+from quire.server.images.image_inputs import ImagePart
 from quire.server.service import Service
+from quire.text.conversation import plain_part
 
 _TTLS_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _MAX_MARKS = 4      # Anthropic's own bound
@@ -103,11 +105,13 @@ def cut_conversation(body: ConversationBody, mark: Mark, whole: ChatPrompt) -> C
         content = message.content if mark.block < 0 else message.content[: mark.block + 1]
         last = InputMessage(role=message.role, content=content)
         cut = openai_messages(
-            system_blocks(body.system), [*body.messages[: mark.message], last], deferred_tools(body.tools)
-        )
+            system_blocks(body.system), [*body.messages[: mark.message], last], deferred_tools(body.tools),
+            reads_images=whole.reads_images,
+        )  # fmt: skip
     if cut and isinstance(cut[-1]["content"], list) and cut[-1]["content"] and "tool_calls" not in cut[-1]:
         *earlier, text = cut[-1]["content"]
-        cut[-1] = cut[-1] | {"content": [*earlier, {"type": "text", "text": text["text"] + _CUT}]}
+        texts = [text, plain_part(_CUT)] if isinstance(text, ImagePart) else [plain_part(text["text"] + _CUT)]
+        cut[-1] = cut[-1] | {"content": [*earlier, *texts]}
     if not cut or cut[-1]["role"] == "system" or "tool_calls" in cut[-1]:
         cut.append({"role": "user", "content": _CUT})
     return replace(whole, messages=cut, add_generation_prompt=True, continue_final_message=False)
@@ -141,13 +145,14 @@ class CachedPrefixes:
             prefix = inputs.tokenize_rendered(
                 _common_prefix(prompt.text or "", text), add_special_tokens=conversation.adds_special_tokens
             )
-            stop = min(len(prefix.token_ids), len(prompt.token_ids))
-            return prompt._replace(text=None, token_ids=prompt.token_ids[: num_equal_tokens(
+            # Pins end in front of the first image: they are found by their tokens alone.
+            stop = min(len(prefix.token_ids), *(image.start for image in prompt.images), len(prompt.token_ids))
+            return prompt._replace(text=None, images=(), token_ids=prompt.token_ids[: num_equal_tokens(
                 prefix.token_ids, prompt.token_ids, stop
             )])
 
         try:
-            text = await rendered(service, cut, call.client_id)
+            text, _ = await rendered(service, cut, call.client_id)
             prefix = await service.threads.run(len(text), tokenize, call.client_id)
             if len(prefix.token_ids) < service.client.ready.limits.block_size:
                 return None

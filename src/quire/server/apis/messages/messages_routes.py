@@ -2,15 +2,16 @@
 
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from quire.core.errors import ContextLengthError, InvalidRequestError
-from quire.server.api.chat import ChatPrompt, prepare_chat, rendered, template_variables
+from quire.engine.requests.image_prompts import NumberedImage
+from quire.server.api.chat import ChatPrompt, numbered_images, prepare_chat, rendered, template_variables
 from quire.server.api.generation import Generation
 from quire.server.api.http_responses import create_response, json_response
 from quire.server.api.preparation import (
@@ -78,7 +79,7 @@ async def create_message(request: Request) -> Response:
             check_deadline(service, call)
             await constrain(service, call, _constraints(body))
             conversation = await _conversation(body, service, call.tools, call.client_id)
-            await prepare_chat(service, call, conversation, shows_reasoning=shows_thinking(body))
+            await prepare_chat(service, call, conversation, reservation, shows_reasoning=shows_thinking(body))
             if mark is not None and service.options.max_pinned_prefixes:
                 cut = await service.threads.run(
                     len(body.messages), partial(cut_conversation, body, mark, conversation), call.client_id
@@ -100,12 +101,17 @@ async def count_tokens(request: Request) -> Response:
     check_context_edits(body)
     with _anthropic_names():
         conversation = await _conversation(body, service, _tool_use(body), client_id)
-        text = await rendered(service, conversation, client_id)
+        text, images = await rendered(service, conversation, client_id)
+        with ExitStack() as holding:
+            numbered: Sequence[NumberedImage] = ()
+            if images:
+                admitted = holding.enter_context(service.admit(1, param="messages", client_id=client_id))
+                numbered = await numbered_images(service, images, admitted, client_id)
 
-        def count() -> int:
-            return len(service.client.inputs.tokenize_rendered(text).token_ids)
+            def count() -> int:
+                return len(service.client.inputs.tokenize_rendered(text, images=numbered).token_ids)
 
-        return json_response({"input_tokens": await service.threads.run(len(text), count, client_id)})
+            return json_response({"input_tokens": await service.threads.run(len(text), count, client_id)})
 
 
 def _service(request: Request) -> Service:
@@ -156,13 +162,16 @@ async def _conversation(body: ConversationBody, service: Service, use: ToolUse, 
 
     def convert() -> ChatPrompt:
         deferred = deferred_tools(body.tools)
-        messages = openai_messages(system_blocks(body.system), body.messages, deferred)
+        messages = openai_messages(
+            system_blocks(body.system), body.messages, deferred, reads_images=service.images is not None
+        )
         is_continued = continues(messages)
         variables = template_variables(thinking_effort(body), None, param="output_config.effort")
         return ChatPrompt(
             messages=messages, variables=variables,
             tools=[tool for tool in use.tools if tool["function"]["name"] not in deferred],
             add_generation_prompt=not is_continued, continue_final_message=is_continued,
+            reads_images=service.images is not None,
         )  # fmt: skip
 
     return await service.threads.run(len(body.messages), convert, client_id)

@@ -8,11 +8,13 @@ Turns of one role that follow each other are one turn, as in Anthropic's API: te
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quire.core.checks import check_optional_int, shown
 from quire.server.apis.messages.messages_bodies import ConversationBody, InputMessage
 from quire.server.errors import invalid, unsupported
+from quire.server.images.image_inputs import ImagePart, image_block_part
 from quire.text.conversation import paired, part_reasoning, part_text, plain_part
 from quire.text.tools import without_nulls
 
@@ -52,13 +54,15 @@ def system_blocks(system: object) -> list[Json]:
 
 
 def openai_messages(
-    system: Sequence[Json], messages: Sequence[InputMessage], deferred: Mapping[str, str]
-) -> list[Json]:
+    system: Sequence[Json], messages: Sequence[InputMessage], deferred: Mapping[str, str], *,
+    reads_images: bool = False,
+) -> list[Json]:  # fmt: skip
     """Return the conversation in OpenAI's form. ApiError 400 names an invalid block.
 
-    The first reference to a `deferred` tool is its definition.
+    The first reference to a `deferred` tool is its definition. For a model that reads images, blocks of images are
+    ImageParts.
     """
-    definitions = dict(deferred)
+    blocks = _Blocks(dict(deferred), reads_images)
     turns = [{"role": "system", "content": list(system)}] if system else []
     last_of_user = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     for index, message in enumerate(messages):
@@ -67,7 +71,7 @@ def openai_messages(
             invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(message.role)}", param="messages")
         if _is_over(message, index, last_of_user):
             continue
-        turns += _turns(f"{where}.content", message, definitions)
+        turns += _turns(f"{where}.content", message, blocks)
     converted: list[Json] = []
     for turn in paired(turns):
         if converted and turn["role"] != "tool" and converted[-1]["role"] == turn["role"]:
@@ -91,7 +95,7 @@ def continues(messages: Sequence[Mapping[str, Any]]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
 
 
-def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> Iterator[Json]:
+def _turns(where: str, message: InputMessage, blocks: "_Blocks") -> Iterator[Json]:
     """Yield the messages of OpenAI's form that one message becomes.
 
     Each run of texts, reasoning and calls is one, and each result of a tool, also of one that a server ran.
@@ -105,7 +109,7 @@ def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> It
             if turn:
                 yield turn
                 turn = {}
-            yield _tool_message(place, block, definitions)
+            yield _tool_message(place, block, blocks)
             continue
         turn = turn or {"role": message.role, "content": []}
         if message.role == "assistant" and (thought := part_reasoning(block)) is not None:
@@ -113,9 +117,29 @@ def _turns(where: str, message: InputMessage, definitions: dict[str, str]) -> It
         elif message.role == "assistant" and kind in _CALLS:
             turn.setdefault("tool_calls", []).append(_call(place, block))
         elif kind not in _SILENT:
-            turn["content"].append(_text_part(_text(place, block)))
+            turn["content"].append(blocks.part(place, block))
     if turn:
         yield turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Contents of blocks: definitions of tools that are not shown yet, and whether images may be among them."""
+
+    definitions: dict[str, str]
+    reads_images: bool
+
+    def parts(self, where: str, content: object) -> list[Any]:
+        """Return the parts of a content that may be one text."""
+        if isinstance(content, str):
+            return [_text_part(content)]
+        return [self.part(f"{where}[{index}]", block) for index, block in enumerate(_list(where, content))]
+
+    def part(self, where: str, block: object) -> Any:  # noqa: ANN401 (JSON, or an ImagePart)
+        """Return the part that a block is: a text or an image."""
+        if self.reads_images and isinstance(block, dict) and block.get("type") == "image":
+            return image_block_part(where, block)
+        return _text_part(_text(where, block))
 
 
 def _call(where: str, block: Mapping[str, Any]) -> Json:
@@ -125,19 +149,19 @@ def _call(where: str, block: Mapping[str, Any]) -> Json:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
 
 
-def _tool_message(where: str, block: Mapping[str, Any], definitions: dict[str, str]) -> Json:
+def _tool_message(where: str, block: Mapping[str, Any], blocks: _Blocks) -> Json:
     """Return the message of a result; that of a call that failed says so first, since templates have no other place."""
-    content = with_definitions(block.get("content"), definitions)
+    content = with_definitions(block.get("content"), blocks.definitions)
     if block["type"] != _RESULT:
         texts = [_text_part(server_result_text(content))]
     else:
-        texts = [] if content is None else text_blocks(f"{where}.content", content)
+        texts = [] if content is None else blocks.parts(f"{where}.content", content)
     is_error = block.get("is_error")
     if not isinstance(is_error, bool | None):
         invalid(f"{where}.is_error must be true or false, got {shown(is_error)}", param="messages")
     if is_error:
-        first = texts[0]["text"] if texts else ""
-        texts[:1] = [_text_part(f"{_FAILED} {first}".rstrip())]
+        first = texts.pop(0)["text"] if texts and not isinstance(texts[0], ImagePart) else ""
+        texts.insert(0, _text_part(f"{_FAILED} {first}".rstrip()))
     return {"role": "tool", "tool_call_id": _string(where, block, "tool_use_id"), "content": texts}
 
 

@@ -10,9 +10,11 @@ from typing import Any, NoReturn
 
 from quire.core.checks import refuse, shown
 from quire.server.errors import invalid
-from quire.text.conversation import PART_FIELDS, TEXT_TYPES, part_reasoning, part_text, part_type
+from quire.server.images.image_inputs import image_url_part
+from quire.text.conversation import PART_FIELDS, TEXT_TYPES, is_image, part_reasoning, part_text, part_type, plain_part
 
 Message = dict[str, Any]
+Content = str | list[Any]   # a text, or parts: texts and images
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = (*TEXT_TYPES, "reasoning_text", "summary_text")
@@ -50,9 +52,14 @@ def added_tools(given: Any) -> list[Any]:  # noqa: ANN401 (JSON)
     return added
 
 
-def messages_of(instructions: str | None, given: Any, max_items: int) -> list[Message]:  # noqa: ANN401 (JSON)
-    """Return the messages of an input. InvalidRequestError or ApiError 400 names the first invalid item."""
-    conversation = _Conversation()
+def messages_of(
+    instructions: str | None, given: Any, max_items: int, *, reads_images: bool = False  # noqa: ANN401 (JSON)
+) -> list[Message]:
+    """Return the messages of an input. InvalidRequestError or ApiError 400 names the first invalid item.
+
+    For a model that reads images, images are ImageParts.
+    """
+    conversation = _Conversation(reads_images)
     if instructions:
         conversation.add_message("developer", instructions)
     if isinstance(given, str):
@@ -77,11 +84,12 @@ def messages_of(instructions: str | None, given: Any, max_items: int) -> list[Me
 class _Conversation:
     """Messages so far. The last one grows while items belong to the same turn of the assistant."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads_images: bool) -> None:
         self.messages: list[Message] = []
+        self.reads_images = reads_images
 
-    def add_message(self, role: str, text: str) -> None:
-        """Add the text of a message; leading instructions of all kinds are one system message."""
+    def add_message(self, role: str, text: Content) -> None:
+        """Add a message; leading instructions of all kinds are one system message, and have no images."""
         role = _SYSTEM if role == "developer" else role
         last = self.messages[-1] if self.messages else None
         if role == _SYSTEM and last is not None and last["role"] == _SYSTEM and len(self.messages) == 1:
@@ -101,7 +109,7 @@ class _Conversation:
         calls = self._turn().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def add_result(self, call_id: str, text: str) -> None:
+    def add_result(self, call_id: str, text: Content) -> None:
         """Add the result of a call."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
@@ -118,7 +126,8 @@ def _add_message(conversation: _Conversation, where: str, item: Mapping[str, Any
     role = item.get("role")
     if role not in _ROLES:
         refuse(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-    conversation.add_message(role, _text(f"{where}.content", item.get("content")))
+    reads_images = conversation.reads_images and role == "user"
+    conversation.add_message(role, _content(f"{where}.content", item.get("content"), reads_images=reads_images))
 
 
 def _add_reasoning(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
@@ -164,7 +173,8 @@ def _add_mcp_call(conversation: _Conversation, where: str, item: Mapping[str, An
 
 
 def _add_result(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
-    conversation.add_result(_string(where, item, "call_id"), _text(f"{where}.output", item.get("output")))
+    content = _content(f"{where}.output", item.get("output"), reads_images=conversation.reads_images)
+    conversation.add_result(_string(where, item, "call_id"), content)
 
 
 def _add_built_in_result(conversation: _Conversation, where: str, item: Mapping[str, Any]) -> None:
@@ -231,21 +241,33 @@ def _string(where: str, item: Mapping[str, Any], field: str) -> str:
     return value
 
 
+def _content(where: str, content: Any, *, reads_images: bool) -> Content:  # noqa: ANN401 (JSON)
+    """Return content with its images as ImageParts; without any, its text."""
+    if not reads_images or not isinstance(content, list) or not any(map(is_image, content)):
+        return _text(where, content)
+    return [
+        image_url_part(f"{where}[{index}]", part) if is_image(part) else plain_part(_part_text(where, index, part))
+        for index, part in enumerate(content)
+    ]
+
+
 def _text(where: str, content: Any) -> str:  # noqa: ANN401 (JSON)
     """Return the text of content: a string, or parts of text, which become lines."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         refuse(where, content, "a string or a list of parts")
-    texts = []
-    for index, part in enumerate(content):
-        text = part_text(part)
-        text = part_reasoning(part) if text is None else text
-        if text is None:
-            kind, place = part_type(part), f"{where}[{index}]"
-            if kind in _TEXT_PARTS:
-                refuse(f"{place}.{PART_FIELDS[kind]}", part.get(PART_FIELDS[kind]), "a string")
-            message = f"{place}.type must be one of {', '.join(_TEXT_PARTS)}, got {shown(kind)}"
-            invalid(message, param="input", code="unsupported_parameter")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join([_part_text(where, index, part) for index, part in enumerate(content)])
+
+
+def _part_text(where: str, index: int, part: Any) -> str:  # noqa: ANN401 (JSON)
+    """Return the text of a part. InvalidRequestError or ApiError 400 for one that has none."""
+    text = part_text(part)
+    text = part_reasoning(part) if text is None else text
+    if text is None:
+        kind, place = part_type(part), f"{where}[{index}]"
+        if kind in _TEXT_PARTS:
+            refuse(f"{place}.{PART_FIELDS[kind]}", part.get(PART_FIELDS[kind]), "a string")
+        message = f"{place}.type must be one of {', '.join(_TEXT_PARTS)}, got {shown(kind)}"
+        invalid(message, param="input", code="unsupported_parameter")
+    return text

@@ -79,7 +79,8 @@ async def create_model_response(request: Request) -> Response:
     with service.admit(1, param="input", client_id=call.client_id) as reservation, renamed_fields(_NAMES):
         check_deadline(service, call)
         await constrain(service, call, _constraint(body))
-        await prepare_chat(service, call, conversation, shows_reasoning=body.include_reasoning is not False)
+        shows_reasoning = body.include_reasoning is not False
+        await prepare_chat(service, call, conversation, reservation, shows_reasoning=shows_reasoning)
         builder = ResponsesBuilder(call, service.client.tokenizer)
         generation = await Generation.start(service, call, record, arrival_s, reservation)
     headers = cut_header(body.max_output_tokens, call)
@@ -117,9 +118,12 @@ def _conversation(service: Service, call: ResponsesRequest) -> ChatPrompt:
     body = call.body
     effort = None if body.reasoning is None else body.reasoning.effort
     return ChatPrompt(
-        messages=messages_of(body.instructions, body.input, service.options.max_messages),
+        messages=messages_of(
+            body.instructions, body.input, service.options.max_messages, reads_images=service.images is not None
+        ),
         tools=call.tools.tools,
         variables=template_variables(effort, body.chat_template_kwargs, param="reasoning.effort"),
+        reads_images=service.images is not None,
     )
 
 

@@ -20,10 +20,13 @@ const PARAMS = {
 const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 const NARROW = matchMedia("(max-width: 62rem)");
 const NEAR_END_PX = 80;
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const MAX_IMAGE_BYTES = 2 << 20; // a body has 4 MiB, of base64
 
 let conversation = savedConversations()[0] ?? new Conversation();
 let stopper; // of the answer that is being written
 let edited; // the message that is being edited
+let images = []; // of the message that is being written: data: URLs
 
 // --- messages --------------------------------------------------------------------------------------------------------
 
@@ -55,12 +58,17 @@ function bodyOf(message) {
     thinking.open = !message.content && !message.toolCalls?.length;
     parts.push(thinking);
   }
+  if (message.images?.length) parts.push(element("div", { class: "images" }, ...message.images.map((url) => picture(url))));
   const text = element("div", { class: "text" });
   if (message.role === "assistant") text.append(markdown(message.content));
   else text.textContent = message.content;
   parts.push(text, ...(message.toolCalls ?? []).map((toolCall) => drawToolCall(toolCall)));
   if (message.error) parts.push(element("p", { class: "error", text: message.error }));
   return parts;
+}
+
+function picture(url) {
+  return element("img", { src: url, alt: "image of the message" });
 }
 
 function drawToolCall(toolCall) {
@@ -123,7 +131,7 @@ function editor(message) {
   const close = () => { edited = undefined; drawMessages(); };
   const send = () => {
     edited = undefined;
-    answer(conversation.add(parentOf(message), { role: "user", content: text.value }));
+    answer(conversation.add(parentOf(message), { role: "user", content: text.value, images: message.images }));
   };
   text.addEventListener("keydown", (event) => {
     if (event.key === "Escape") close();
@@ -210,9 +218,37 @@ function setWriting(isWriting) {
 
 function send() {
   const content = byId("prompt").value;
-  if (!content.trim() || stopper) return;
+  if (!(content.trim() || images.length) || stopper) return;
   byId("prompt").value = "";
-  answer(conversation.add(conversation.path().at(-1)?.id, { role: "user", content }));
+  const message = { role: "user", content, ...(images.length && { images }) };
+  images = [];
+  drawImages();
+  answer(conversation.add(conversation.path().at(-1)?.id, message));
+}
+
+// --- images of the next message --------------------------------------------------------------------------------------
+
+function drawImages() {
+  byId("images").hidden = !images.length;
+  byId("images").replaceChildren(...images.map((url) => {
+    const remove = () => { images = images.filter((each) => each !== url); drawImages(); byId("prompt").focus(); };
+    return element("li", {}, picture(url), button("×", remove, { "aria-label": "remove the image" }));
+  }));
+}
+
+// Add files that are images; return whether there was one.
+function addImages(files) {
+  const found = byId("attach").hidden ? [] : [...files].filter((file) => IMAGE_TYPES.includes(file.type));
+  for (const file of found) {
+    if (file.size > MAX_IMAGE_BYTES) {
+      tell(`${file.name} is larger than ${MAX_IMAGE_BYTES >> 20} MiB`, true);
+      continue;
+    }
+    const reader = new FileReader();
+    reader.addEventListener("load", () => { images.push(reader.result); drawImages(); });
+    reader.readAsDataURL(file);
+  }
+  return found.length > 0;
 }
 
 function isSend(event) {
@@ -272,6 +308,7 @@ async function askForModel() {
     for (const [name, value] of Object.entries(model.sampling)) {
       if (name in PARAMS) byId(`param-${name}`).placeholder = value;
     }
+    byId("attach").hidden = !model.reads_images;
     document.querySelectorAll("[data-map]").forEach((each) => { each.hidden = !model.has_block_map; });
     document.title = `${model.models[0]} · Quire`;
     tell(model.problem ?? (model.generates ? "ready" : "this model gives embeddings, no text"), model.problem !== null || !model.generates);
@@ -308,6 +345,12 @@ byId("form").addEventListener("submit", (event) => { event.preventDefault(); sen
 byId("prompt").addEventListener("keydown", (event) => {
   if (isSend(event)) { event.preventDefault(); send(); }
 });
+byId("prompt").addEventListener("paste", (event) => {
+  if (addImages(event.clipboardData.files)) event.preventDefault();
+});
+byId("form").addEventListener("dragover", (event) => event.preventDefault());
+byId("form").addEventListener("drop", (event) => { event.preventDefault(); addImages(event.dataTransfer.files); });
+byId("files").addEventListener("change", () => { addImages(byId("files").files); byId("files").value = ""; });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stopper?.abort();
 });

@@ -73,6 +73,10 @@ export class Conversation {
 
 function asSent(message) {
   const sent = { role: message.role, content: message.content };
+  if (message.images?.length) {
+    const parts = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
+    sent.content = message.content ? [...parts, { type: "text", text: message.content }] : parts;
+  }
   if (message.toolCalls?.length) sent.tool_calls = message.toolCalls;
   if (message.toolCallId) sent.tool_call_id = message.toolCallId;
   return sent;

@@ -1,0 +1,241 @@
+"""Images of requests: parts of a conversation, and what they are to the model.
+
+Each image is decoded by a process with limits, one at a time, in which clients get turns in rotation. A request's
+images are bounded in number, bytes and pixels before they are decoded, and in memory until its answer is complete.
+"""
+
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from quire.core.checks import shown
+from quire.core.frames import frame
+from quire.core.image_processing import ImageSettings
+from quire.engine.requests.image_prompts import ImagePrompts, NumberedImage
+from quire.server.errors import invalid
+from quire.server.images import image_worker as worker
+from quire.server.images.image_worker import DecodeImage, ImageRefused, ReadSettings
+from quire.server.limits.fair_semaphore import FairSemaphore
+from quire.server.limits.sandbox import JobLimitError, SandboxEndedError, SandboxKind, SandboxLane
+from quire.server.options import ServerOptions
+from quire.text.conversation import Message, is_image, part_problem
+from quire.text.image_marks import ImageMarks
+
+if TYPE_CHECKING:
+    from quire.server.images.fetching import ImageFetcher
+
+MAX_FETCHES = 4                 # at a time, each with an image in memory until it is decoded
+FLOAT_BYTES = 4                 # a value of the encoder's input
+PIXEL_BYTES = 4                 # decoded: Pillow's RGB has as many as its RGBA
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+DETAILS = ("auto", "low", "high", "original")
+_MAX_HEAD_CHARS = 128
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+_HEAD = re.compile(r"data:(image/(?:png|jpe?g|webp|gif))(?:;[\w.+-]+=[\w.+-]*)*;base64", re.IGNORECASE | re.ASCII)
+_IMAGES = SandboxKind("image", worker.__name__, worker.DECODE_LIMIT_S, max_reply_bytes=128 << 20)
+
+
+class ImagePart(NamedTuple):
+    """An image in the content of a message. `where`: its place in the body, for errors. `url`: https or data."""
+
+    where: str
+    url: str
+
+
+# --- parts of bodies --------------------------------------------------------------------------------------------------
+
+
+def image_url_part(where: str, part: Mapping[str, Any]) -> ImagePart:
+    """Return the image of a part of a chat, `image_url`, or of an input, `input_image`. ApiError 400 if it has none."""
+    value = part.get("image_url")
+    given = value if isinstance(value, dict) else {"url": value, "detail": part.get("detail")}
+    for name in ("file_id", "uuid"):
+        if part.get(name) is not None:
+            _refuse(where, f"has a {name}, but this server stores no files: send the image itself")
+    unknown = given.keys() - {"url", "detail"}
+    if unknown:
+        _refuse(where, f"has unknown fields: {shown(', '.join(sorted(map(str, unknown))))}")
+    detail = given.get("detail")
+    if detail is not None and detail not in DETAILS:
+        _refuse(where, f"must have a detail that is one of {', '.join(DETAILS)}, got {shown(detail)}")
+    return _part(where, given.get("url"))
+
+
+def image_block_part(where: str, block: Mapping[str, Any]) -> ImagePart:
+    """Return the image of an image block of Anthropic's. ApiError 400 for a source that is none."""
+    given = block.get("source")
+    source: Mapping[str, Any] = given if isinstance(given, dict) else {}
+    kind = source.get("type")
+    if block.get("transformations"):
+        _refuse(where, "has transformations, which are not supported")
+    if kind == "url":
+        return _part(where, source.get("url"))
+    if kind != "base64":
+        _refuse(where, f"must have a source of the type base64 or url, got {shown(kind)}")
+    media_type, data = source.get("media_type"), source.get("data")
+    if media_type not in MEDIA_TYPES or not isinstance(data, str):
+        expected = f"data of a media_type that is one of {', '.join(MEDIA_TYPES)}"
+        _refuse(where, f"must have {expected}, got {shown(media_type)}")
+    return ImagePart(where, f"data:{media_type};base64,{data}")
+
+
+def _part(where: str, url: object) -> ImagePart:
+    if not isinstance(url, str):
+        _refuse(where, f"must have a URL that is a string, got {shown(url)}")
+    return ImagePart(where, url)
+
+
+def with_image_parts(messages: Sequence[Message], *, reads_images: bool) -> list[Message]:
+    """Return the messages of a chat with ImagePart in place of the parts that are images.
+
+    ApiError 400 for one that has none, and for any with a model that reads text alone.
+    """
+    return [
+        _with_image_parts(f"messages[{index}].content", message, reads_images=reads_images)
+        for index, message in enumerate(messages)
+    ]
+
+
+def _with_image_parts(where: str, message: Message, *, reads_images: bool) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return message
+    parts = list[object]()
+    for index, part in enumerate(content):
+        place = f"{where}[{index}]"
+        if is_image(part) and not reads_images:
+            invalid(part_problem(place, part), param=where)
+        parts.append(image_url_part(place, part) if is_image(part) else part)
+    return {**message, "content": parts}
+
+
+def marked(messages: Sequence[Message], marks: ImageMarks) -> tuple[list[Message], list[ImagePart]]:
+    """Return messages with parts that have marks in place of their images, and the images by the numbers of marks."""
+    images: list[ImagePart] = []
+
+    def mark(part: object) -> object:
+        if not isinstance(part, ImagePart):
+            return part
+        images.append(part)
+        return marks.part(len(images) - 1)
+
+    taken = list[Message]()
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
+            message = {**message, "content": [mark(part) for part in content]}  # noqa: PLW2901
+        taken.append(message)
+    return taken, images
+
+
+def refuse_images(messages: Sequence[Message], problem: str) -> None:
+    """Raise ApiError 400, with a reason, for the first image of messages."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, ImagePart):
+                _refuse(part.where, problem)
+
+
+def _refuse(where: str, problem: str) -> NoReturn:
+    """Raise ApiError 400 for an image."""
+    invalid(f"{where} {problem}", param=where)
+
+
+def _fetcher(options: ServerOptions) -> "ImageFetcher | None":
+    """Return the fetcher of a server that lists hosts."""
+    if not options.allowed_media_domains:
+        return None
+    from quire.server.images.fetching import ImageFetcher  # noqa: PLC0415 (aiohttp: 0.1 s)
+
+    return ImageFetcher(options.allowed_media_domains, options.max_image_bytes)
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+class ImageDecoder:
+    """Decodes the images of requests off the event loop. Lives on one event loop; `close` it there."""
+
+    def __init__(self, settings: ImageSettings, options: ServerOptions) -> None:
+        self._options = options
+        self._fetcher = _fetcher(options)
+        self._fetches = FairSemaphore(MAX_FETCHES)
+        self._lane = SandboxLane(_IMAGES, "image", lambda: frame(ReadSettings(settings)))
+
+    def warm_up(self) -> None:
+        """Start the process before the first image. Takes 1 to 2 ms."""
+        self._lane.warm_up()
+
+    async def numbered(
+        self, images: Sequence[ImagePart], prompts: ImagePrompts, reserve: Callable[[int, str], None], client_id: str,
+        cache_salt: str | None = None,
+    ) -> list[NumberedImage]:  # fmt: skip
+        """Return the images of a call as the model gets them. ApiError 400 names one that cannot be used.
+
+        `reserve` is called with the bytes that each image holds, and its place in the body. ApiError 503 when closed.
+        """
+        options, num_decoded = self._options, 0
+        if len(images) > options.max_images:
+            problem = f"is the last of {len(images)} images, and a request may have {options.max_images} (max_images)"
+            _refuse(images[-1].where, problem)
+        numbered = []
+        for part in images:
+            left = options.max_decoded_image_bytes // PIXEL_BYTES - num_decoded
+            if part.url[:5].lower() == "data:":
+                reply = await self._decoded(part, self._base64(part), left, client_id)
+            else:
+                async with self._fetches.slot(client_id):
+                    reply = await self._decoded(part, await self._fetched(part), left, client_id)
+            num_decoded += reply.num_pixels
+            reserve(FLOAT_BYTES * len(reply.image.pixels), part.where)
+            numbered.append(prompts.numbered(reply.image, cache_salt))
+        return numbered
+
+    async def close(self) -> None:
+        """Kill the process; waiting calls fail with 503. Idempotent."""
+        await self._lane.close()
+
+    async def _fetched(self, part: ImagePart) -> bytes:
+        """Return the file of an image that a URL names."""
+        if self._fetcher is None:
+            _refuse(part.where, "must be a data: URL: this server fetches no images (allowed_media_domains)")
+        return await self._fetcher.fetch(part.where, part.url)
+
+    def _base64(self, part: ImagePart) -> str:
+        """Return the base64 text of a data: URL, of at most max_image_bytes."""
+        head, comma, _ = part.url[:_MAX_HEAD_CHARS].partition(",")
+        if not comma or not _HEAD.fullmatch(head):
+            _refuse(part.where, f"must be base64 of one of {', '.join(MEDIA_TYPES)}, got {shown(head)}")
+        text = part.url[len(head) + 1 :]
+        num_bytes, most = len(text) * 3 // 4, self._options.max_image_bytes
+        if num_bytes > most:
+            _refuse(part.where, f"has {num_bytes} bytes, and an image may have {most} (max_image_bytes)")
+        return text
+
+    async def _decoded(
+        self, part: ImagePart, data: bytes | str, max_pixels: int, client_id: str
+    ) -> worker.ImageDecoded:
+        """Return a decoded image of at most max_pixels, what the request's earlier images have left of its limit."""
+        most = min(max_pixels, self._options.max_image_pixels)
+        try:
+            async with self._lane.semaphore.slot(client_id):
+                file = data.encode("ascii") if isinstance(data, str) else data
+                job = frame(DecodeImage(file, isinstance(data, str), most))
+                reply = worker.decode_reply(await self._lane.ask(job))
+        except UnicodeEncodeError:
+            _refuse(part.where, "must be base64")
+        except JobLimitError as error:
+            _refuse(part.where, f"cannot be decoded {error}")
+        except SandboxEndedError as error:
+            if -error.status not in _CRASHES:
+                raise
+            _refuse(part.where, "cannot be decoded: the decoder has crashed")
+        if isinstance(reply, ImageRefused):
+            message = reply.message
+            if most < self._options.max_image_pixels:
+                message = message.replace("max_image_pixels", "max_decoded_image_bytes of a request's images")
+            _refuse(part.where, message)
+        assert isinstance(reply, worker.ImageDecoded), f"expected an image, got {reply}"
+        return reply

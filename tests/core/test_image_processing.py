@@ -1,0 +1,195 @@
+"""Images as models get them: equal to transformers' processors without torchvision, and what is refused."""
+
+import json
+import random
+import warnings
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.image_processing import (
+    ImageSettings,
+    as_rgb,
+    decoded,
+    pixel_values,
+    prepared,
+    read_image_settings,
+)
+
+SETTINGS = ImageSettings("llava", 7, 14, "crop", 28, 28, 3, 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 28)
+MODES = ("RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16", "PA")
+PLENTY = 1 << 25
+
+
+def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """Return an image of random pixels."""
+    random_bytes = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    if mode == "I;16":
+        return Image.fromarray(random_bytes[:, :, :2].copy().view(np.uint16)[:, :, 0])
+    if mode == "P":
+        return Image.fromarray(random_bytes[:, :, :3]).quantize(16)
+    if mode == "PA":
+        return Image.fromarray(random_bytes[:, :, :3]).quantize(16).convert("PA")
+    return Image.fromarray(random_bytes).convert(mode)
+
+
+def file_of(image: Image.Image, form: str = "PNG", **settings: object) -> bytes:
+    """Return the bytes of an image file."""
+    buffer = BytesIO()
+    image.save(buffer, form, **settings)
+    return buffer.getvalue()
+
+
+def folder_with(folder: Path, settings: dict[str, Any], name: str = "preprocessor_config.json") -> Path:
+    (folder / name).write_text(json.dumps(settings))
+    return folder
+
+
+def read(folder: Path, image_size: int, num_extra: int = 0) -> ImageSettings:
+    return read_image_settings(
+        folder, "llava", image_token_id=7, image_size=image_size, patch_size=14, num_extra=num_extra
+    )
+
+
+def values(settings: ImageSettings, image: Image.Image) -> np.ndarray:
+    return pixel_values(settings, prepared(image, settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "crop"),
+    [
+        ("clip", {"shortest_edge": 28}, 28), ("clip", {"shortest_edge": 30}, 42),
+        ("clip", {"height": 28, "width": 28}, 28), ("llava", {"shortest_edge": 56}, 56),
+    ],
+)  # fmt: skip
+def test_pixels_of_random_sizes_are_those_of_transformers(
+    name: str, size: dict[str, int], crop: int, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = {"clip": "CLIPImageProcessorPil", "llava": "LlavaImageProcessorPil"}[name]
+    processor = getattr(transformers, kind)(size=size, crop_size={"height": crop, "width": crop})
+    processor.save_pretrained(tmp_path)
+    settings = read(tmp_path, crop)
+    draws = random.Random(1)
+    for number in range(40):
+        width, height = draws.randint(1, 90), draws.randint(1, 90)
+        mode = MODES[number % 4]
+        image = noise(width, height, mode, seed=number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = np.asarray(processor(image, return_tensors="np")["pixel_values"][0])
+        found = values(settings, as_rgb(image))
+        assert found.dtype == expected.dtype == np.float32
+        np.testing.assert_array_equal(found, expected, err_msg=f"{width} x {height} of {mode}")
+        assert settings.num_tokens(prepared(as_rgb(image), settings).grid) == (crop // 14) ** 2
+
+
+def test_pixels_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
+    processor.save_pretrained(tmp_path)
+    settings = read_image_settings(tmp_path, "gemma3", image_token_id=7, image_size=56, patch_size=14, pool=2)
+    for number, (width, height) in enumerate([(1, 1), (56, 56), (90, 31), (17, 200)]):
+        image = noise(width, height, MODES[number % 4], seed=number)
+        expected = np.asarray(processor(image, return_tensors="np", do_convert_rgb=True)["pixel_values"][0])
+        np.testing.assert_array_equal(values(settings, as_rgb(image)), expected)
+    assert settings.num_tokens(prepared(as_rgb(image), settings).grid) == 4
+    folder_with(tmp_path, {"do_pan_and_scan": True})
+    with pytest.raises(ModelError, match="do_pan_and_scan must be false, got True"):
+        read_image_settings(tmp_path, "gemma3", image_token_id=7, image_size=224, patch_size=14)
+    with pytest.raises(ModelError, match="images of a mllama are not read"):
+        read_image_settings(tmp_path, "mllama", image_token_id=7, image_size=224, patch_size=14)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [(1, 1), (31, 2), (5, 64)])
+def test_every_mode_is_as_transformers_converts_it(mode: str, size: tuple[int, int]) -> None:
+    transforms = pytest.importorskip("transformers.image_transforms")
+    image = noise(*size, mode)
+    expected = transforms.convert_to_rgb(image, return_numpy=True)
+    np.testing.assert_array_equal(np.asarray(as_rgb(image)), expected)
+
+
+def test_a_file_is_upright_on_white_and_its_first_frame() -> None:
+    picture = Image.new("RGB", (4, 2), (255, 0, 0))
+    exif = Image.Exif()
+    exif[0x0112] = 6    # orientation: turned by a quarter
+    assert decoded(file_of(picture, "JPEG", exif=exif), PLENTY).size == (2, 4)
+    clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
+    assert decoded(file_of(clear), PLENTY).getpixel((0, 0)) == (255, 255, 255)
+    frames = [Image.new("RGB", (3, 3), color) for color in ((0, 255, 0), (0, 0, 255))]
+    animated = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decoded(animated, PLENTY).getpixel((1, 1)) == (0, 255, 0)
+    assert decoded(file_of(picture, "WEBP", lossless=True), PLENTY).getpixel((0, 0)) == (255, 0, 0)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_a_truncated_file_is_refused(form: str) -> None:
+    whole = file_of(noise(64, 64), form)
+    for part in (len(whole) // 2, 40):
+        with pytest.raises(InvalidRequestError, match=r"^(cannot be decoded|is no image in one of the formats)"):
+            decoded(whole[:part], PLENTY)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.7", file_of(noise(8, 8), "BMP"),
+             file_of(noise(8, 8), "TIFF"), b"\x89PNG\r\n\x1a\n" + b"\0" * 64]
+)  # fmt: skip
+def test_other_formats_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match=r"is no image in one of the formats|cannot be"):
+        decoded(data, PLENTY)
+
+
+def test_a_header_past_the_limit_is_refused_before_pixels_are_decoded() -> None:
+    for edge, expected in ((6_000, "6000 x 6000 pixels, and at most 33554432 are decoded"), (60_000, "far more than")):
+        huge = bytearray(file_of(Image.new("1", (64, 64))))
+        huge[16:24] = edge.to_bytes(4, "big") * 2       # the size in the header of a PNG
+        huge[29:33] = crc32(huge[12:29]).to_bytes(4, "big")
+        with pytest.raises(InvalidRequestError, match=expected):
+            decoded(bytes(huge), PLENTY)
+
+
+def test_a_strip_that_would_be_scaled_to_gigabytes_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="1 x 60000 pixels and is too narrow"):
+        prepared(Image.new("RGB", (1, 60_000)), SETTINGS)
+
+
+def test_settings_within_the_processors_file(tmp_path: Path) -> None:
+    own = {"size": {"shortest_edge": 28}, "crop_size": 28, "image_processor_type": "CLIPImageProcessor"}
+    folder_with(tmp_path, {"image_processor": own, "patch_size": 14}, "processor_config.json")
+    found = read(tmp_path, 28, num_extra=1)
+    assert (found.image_token_id, found.shortest_edge, found.num_tokens((2, 2))) == (7, 28, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"crops": 3}, "the settings crops are not known"),
+        ({"do_normalize": False}, "do_normalize must be true, got False"),
+        ({"do_pad": True}, "do_pad must be false, got True"),
+        ({"image_mean": [0.5]}, "image_mean must be a list of three numbers"),
+        ({"resample": 9}, "resample must be an integer from 0 to 5, got 9"),
+        ({"size": {"shortest_edge": 10**9}}, "shortest_edge must be an integer from 0 to 4096"),
+        ({"crop_size": {"height": 42, "width": 42}}, "images of 42 x 42 pixels, and the encoder .* reads 28 x 28"),
+        ({"do_center_crop": False}, "size must be a height and a width where do_center_crop is false"),
+        ({"size": "large"}, "size and crop_size must be numbers or objects"),
+    ],
+)
+def test_settings_that_would_give_other_pixels_are_refused(
+    settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    base = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+    folder_with(tmp_path, base | settings)
+    with pytest.raises(ModelError, match=expected):
+        read(tmp_path, 28)
+
+
+def test_a_folder_without_settings_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no preprocessor_config\.json or processor_config\.json"):
+        read(tmp_path, 28)

@@ -1,0 +1,104 @@
+"""Small models of images and text with random parameters, each a folder with tokenizer, template and processor."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken
+
+from support.small_tokenizers import byte_level, save
+
+IMAGE = "<image>"
+NUM_TOKENS = 16     # of an image
+# LLaVA's: the images of a message come before its texts.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'].upper() }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\\n' }}{% endfor %}"
+    "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] | trim }}{% endfor %}"
+    "{% endif %} {% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+PROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
+    "crop_size": {"height": 28, "width": 28}, "do_center_crop": True, "do_convert_rgb": True, "do_normalize": True,
+    "do_rescale": True, "do_resize": True, "resample": 3, "rescale_factor": 1 / 255,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+}  # fmt: skip
+GEMMA3_TEMPLATE = (
+    "{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}{{ '<start_of_image>' }}"
+    "{% elif part['type'] == 'text' %}{{ part['text'] | trim }}{% endif %}{% endfor %}{% endif %}<end_of_turn>\n"
+    "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+_GEMMA3_SPECIAL = (
+    "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>",
+)  # fmt: skip
+_GEMMA3_PROCESSOR = {
+    "image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}, "do_convert_rgb": None,
+    "do_normalize": True, "do_pan_and_scan": None, "do_rescale": True, "do_resize": True, "resample": 2,
+    "rescale_factor": 1 / 255, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "image_seq_length": 4,
+    "pan_and_scan_max_num_crops": None, "pan_and_scan_min_crop_size": None,
+    "pan_and_scan_min_ratio_to_activate": None,
+}  # fmt: skip
+_GEMMA3 = {
+    "model_type": "gemma3_text", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "sliding_window": 64, "query_pre_attn_scalar": 16,
+}  # fmt: skip
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "image_size": 56, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
+_TEXT = {
+    "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+_CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "image_size": 28, "patch_size": 7,
+}  # fmt: skip
+
+
+def write_llava(folder: Path) -> Path:
+    """Write the model, which needs transformers, into an empty folder."""
+    import torch
+    import transformers
+
+    from support.random_parameters import randomize
+
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])
+    image_id = tokenizer.token_to_id(IMAGE)
+    torch.manual_seed(3)
+    text = _TEXT | {"vocab_size": image_id + 1}
+    config = transformers.LlavaConfig(text_config=text, vision_config=_CLIP, image_token_index=image_id)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, chat_template=TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def write_gemma3(folder: Path) -> Path:
+    """Write a Gemma 3, four tokens an image, which needs transformers, into an empty folder."""
+    import torch
+    import transformers
+
+    from support.random_parameters import randomize
+
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _GEMMA3_SPECIAL])
+    begin, end, image = (tokenizer.token_to_id(text) for text in _GEMMA3_SPECIAL[2:])
+    torch.manual_seed(3)
+    config = transformers.Gemma3Config(
+        text_config=_GEMMA3 | {"vocab_size": image + 1}, vision_config=_SIGLIP, mm_tokens_per_image=4,
+        boi_token_index=begin, eoi_token_index=end, image_token_index=image,
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, chat_template=GEMMA3_TEMPLATE)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    named = dict(zip(("boi_token", "eoi_token", "image_token"), _GEMMA3_SPECIAL[2:], strict=True))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | named))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_GEMMA3_PROCESSOR))
+    return folder
