@@ -1,76 +1,88 @@
 """What a record costs an engine, and how fast it is replayed: steps of decodes without a model, on the real classes.
 
-Engines without either, with a record, and with the ring of recent plans take turns, some steps at a time. Times are of
-the CPU of the engine's thread, so that other work on the machine is not part of them; the recorder's process has a CPU
-of its own here.
+One engine runs without either, with a record and with the ring of recent plans in turns of random order: engines
+beside each other differ by more than that, as their objects lie elsewhere. Times are of the CPU of the engine's thread,
+so that other work on the machine is not part of them. The recorder's process has a CPU of its own.
 """
 
+import random
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 from quire.core.config import CacheConfig, SchedulerConfig
-from quire.engine.engine import Engine, RecentPlans
+from quire.engine.engine import RecentPlans
 from quire.engine.options import EngineOptions
 from quire.engine.recording.fault_files import encode_whole
 from quire.engine.recording.record import RecordStart, read_record
-from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
+from quire.engine.recording.recorded_scheduler import Line, RecordedScheduler, make_recorded_scheduler
 from quire.engine.recording.replay import RecordReplay
-from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.scheduler import Scheduler, make_cache
 from quire_lab.bench.control_plane import decoding_engine
 
-ROUNDS, STEPS, PROMPT_LEN, BLOCK_SIZE = 40, 100, 64, 16
+# Python's interpreter adapts its code to the scheduler's class: the first steps of a turn are not measured.
+ROUNDS, WARM_UP, STEPS, PROMPT_LEN, BLOCK_SIZE = 100, 120, 100, 64, 16
+KINDS = "nothing", "a record", "the ring"
 
 
 def main() -> None:
     """Print the CPU time of a step without and with a record, its bytes, and the rate of a replay."""
     for num_seqs in map(int, sys.argv[1:] or (16, 64, 256)):
+        _measure_steps(num_seqs)
         with tempfile.TemporaryDirectory() as folder:
-            _measure(num_seqs, Path(folder))
+            _measure_replay(num_seqs, Path(folder))
 
 
-@dataclass(slots=True)
-class _Timed:
-    name: str
-    engine: Engine
-    step_us: list[float] = field(default_factory=list)
+def _measure_steps(num_seqs: int) -> None:
+    ours, other = socket.socketpair()
+    # In place of a recorder, which would end at the first step that it was not told of.
+    process = subprocess.Popen(["cat"], stdin=other.fileno(), stdout=subprocess.DEVNULL)
+    other.close()
+    line = Line(process, ours)
 
-    def run(self) -> None:
-        began_s = time.thread_time()
-        for _ in range(STEPS):
-            self.engine.step()
-        self.step_us.append((time.thread_time() - began_s) / STEPS * 1e6)
-
-
-def _measure(num_seqs: int, folder: Path) -> None:
     def make(config: SchedulerConfig, cache: CacheConfig) -> Scheduler:
-        scheduler = make_recorded_scheduler(EngineOptions(record=str(folder)), config, cache, lambda request: None)
-        while not [*folder.iterdir()]:                          # the recorder loads what it needs
-            time.sleep(0.01)
-        return scheduler
+        return RecordedScheduler(config, make_cache(cache), line)
 
-    steps = ROUNDS * STEPS
-    plain = _Timed("nothing", decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE))
-    recorded = _Timed("a record", decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE, make=make))
-    ringed = _Timed("the ring", decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE))
-    ringed.engine.recent = RecentPlans(4 << 20, encode_whole)
-    timed = [plain, recorded, ringed]
+    engine = decoding_engine(num_seqs, ROUNDS * (WARM_UP + STEPS) * len(KINDS), PROMPT_LEN, BLOCK_SIZE, make=make)
+    ring, rng = RecentPlans(4 << 20, encode_whole), random.Random(0)
+    step_us: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(ROUNDS):
-        for each in timed:
-            each.run()
-    scheduler = recorded.engine.scheduler
+        for kind in rng.sample(KINDS, len(KINDS)):
+            engine.recent = ring if kind == "the ring" else None
+            engine.scheduler.__class__ = RecordedScheduler if kind == "a record" else Scheduler
+            for _ in range(WARM_UP):
+                engine.step()
+            began_s = time.thread_time()
+            for _ in range(STEPS):
+                engine.step()
+            step_us[kind].append((time.thread_time() - began_s) / STEPS * 1e6)
+    line.close()
+    base = step_us["nothing"]
+    for kind, all_us in step_us.items():
+        more = [us - base_us for us, base_us in zip(all_us, base, strict=True)]
+        low, _, high = quantiles(more, n=4)
+        print(
+            f"{num_seqs} sequences, {kind}: {median(all_us):.1f} us per step, {median(more):+.1f} us "
+            f"({median(more) / median(base):+.1%}; half of the rounds {low:+.1f} to {high:+.1f} us)"
+        )
+
+
+def _measure_replay(num_seqs: int, folder: Path) -> None:
+    def make(config: SchedulerConfig, cache: CacheConfig) -> Scheduler:
+        return make_recorded_scheduler(EngineOptions(record=str(folder)), config, cache, lambda request: None)
+
+    steps = 2000
+    engine = decoding_engine(num_seqs, steps, PROMPT_LEN, BLOCK_SIZE, make=make)
+    for _ in range(steps):
+        engine.step()
+    scheduler = engine.scheduler
     assert isinstance(scheduler, RecordedScheduler)
     scheduler.sink.close()
-    for each in timed:
-        more_us = median(us - base_us for us, base_us in zip(each.step_us, plain.step_us, strict=True))
-        print(
-            f"{num_seqs} sequences, {each.name}: {median(each.step_us):.1f} us per step (least "
-            f"{min(each.step_us):.1f}), {more_us:+.1f} us, {more_us / median(plain.step_us):+.1%}"
-        )
-    path = next(folder.iterdir())
+    (path,) = folder.iterdir()
     began_s = time.perf_counter()
     events = (event for _, event in read_record(path))
     start = next(events)

@@ -26,7 +26,7 @@ class _Sink:
         self._recorder = recorder
         self.flush, self.close = recorder.flush, recorder.close
 
-    def put(self, event: Sent) -> None:
+    def put(self, event: Sent, now_s: float = 0.0) -> None:
         (event,) = decode_sent(b"\x91" + encode_event(event))
         self._recorder.put(event)
 

@@ -39,7 +39,7 @@ TEXT_ALONE = "the model reads text alone"
 NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
 
 
-_WHOLE_EVERY = 16               # plans
+_WHOLE_EVERY = 64               # plans
 _ENTRY_BYTES = 48               # Python's own, besides the content
 _encode = msgspec.msgpack.Encoder().encode
 _REPEATED = b"\x95\xa8repeated"    # how a `recording.record.Repeated` begins
@@ -48,9 +48,9 @@ _REPEATED = b"\x95\xa8repeated"    # how a `recording.record.Repeated` begins
 class RecentPlans:
     """Ring of the latest plans, as events of a record, in at most `max_bytes`. `on_fault`: called when a step failed.
 
-    Keeping a plan as an object would cost more than encoding it: its lists would not be in the CPU's caches any more
-    when they are freed. Plans that compute for the same rows as the one before are kept as their new blocks, but for
-    every 16th.
+    Keeping all plans as objects would cost more than encoding them: their lists would not be in the CPU's caches any
+    more when they are freed. Plans that compute for the same rows as the last whole one are kept as their new blocks,
+    but for every 64th.
     """
 
     def __init__(self, max_bytes: int, encode_whole: Callable[[float, StepPlan], bytes]) -> None:
@@ -59,20 +59,20 @@ class RecentPlans:
         self.steps = deque[bytes]()
         self.num_steps = 0              # since start
         self.num_bytes = 0
-        self._max_bytes, self._num_repeats, self._last = max_bytes, 0, StepPlan()
+        self._max_bytes, self._num_left = max_bytes, 0
+        self._whole: tuple[list[int], list[int], int] = [], [], 0   # the last whole one: rows, counts, samples
 
     def add(self, now_s: float, plan: StepPlan) -> None:
         """Keep the next plan, and give up the oldest beyond the bound."""
-        last, self._last = self._last, plan
+        computed = plan.rows, plan.counts, len(plan.sample_rows)
         if (
-            self._num_repeats < _WHOLE_EVERY - 1 and plan.rows == last.rows and plan.counts == last.counts
-            and len(plan.sample_rows) == len(last.sample_rows) and not plan.new_rows and not plan.copies
-            and not plan.drafts and not plan.swap_outs and not plan.row_forks and not plan.swap_ins
+            self._num_left and computed == self._whole
+            and not (plan.new_rows or plan.copies or plan.drafts or plan.swap_outs or plan.row_forks or plan.swap_ins)
         ):  # fmt: skip
-            self._num_repeats += 1
+            self._num_left -= 1
             step = _encode(("repeated", now_s, plan.table_rows, plan.table_columns, plan.table_blocks))
         else:
-            self._num_repeats = 0
+            self._num_left, self._whole = _WHOLE_EVERY - 1, computed
             step = self._encode_whole(now_s, plan)
         self.num_steps += 1
         self.steps.append(step)
@@ -86,7 +86,7 @@ class RecentPlans:
         while self.steps and (self.num_bytes > kept or self.steps[0].startswith(_REPEATED)):
             self.num_bytes -= len(self.steps.popleft()) + _ENTRY_BYTES
         if not self.steps:
-            self._num_repeats = _WHOLE_EVERY    # the next plan is whole
+            self._num_left = 0          # the next plan is whole
 
 
 class PromptsLeft:

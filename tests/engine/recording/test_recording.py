@@ -19,6 +19,7 @@ import pytest
 from quire import LLM, LoRARequest, SamplingParams
 from quire.core.config import PreemptionKind
 from quire.core.errors import ConfigError
+from quire.core.plan import StepPlan
 from quire.engine.options import EngineOptions
 from quire.engine.recording import record, recorder, snapshot
 from quire.engine.recording.record import (
@@ -33,6 +34,7 @@ from quire.engine.recording.record import (
     read_record,
     shown,
 )
+from quire.engine.recording.recorded_scheduler import RecordedScheduler
 from quire.engine.recording.replay import DifferenceError
 from quire.kernels.cpp.isas import usable_isas
 from quire.scheduling.planner import Planner
@@ -125,6 +127,45 @@ def test_scheduler_that_fails_is_found_at_its_step(tmp_path: Path, monkeypatch: 
     planned = [each for each in events if isinstance(each, Planned)][:9]
     assert found.value.step == sum("rows" in shown(each.plan) for each in planned)
     assert (found.value.recorded, found.value.why) == (planned[-1].plan, "KeyError('here')")
+
+
+def one_more(values: list[int]) -> list[int]:
+    return [value + 1 for value in values]
+
+
+@pytest.mark.parametrize(
+    ("field", "latest"), [("table_blocks", 4), ("starts", 64), ("rows", 64), ("counts", 64), ("sample_tokens", 64)]
+)
+def test_engine_that_plans_otherwise_than_its_recorder_ends_the_record(
+    field: str, latest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another block shows in the next step that takes one; another entry of a decode, in the next plan looked at whole.
+
+    What differs stays: a decision is in the state of a scheduler.
+    """
+    records = Records(tmp_path, monkeypatch)
+    harness = Harness(256, block_size=4)
+    for length in (5, 6, 7):
+        harness.add(length, max_tokens=200, ignore_eos=True)
+    scheduler = harness.scheduler
+    assert isinstance(scheduler, RecordedScheduler)
+    add_up, num_steps = scheduler._add_up, 0
+    for _ in range(10):
+        harness.step()
+    assert records.recorder is not None
+    assert not records.recorder.is_over
+
+    def otherwise(plan: StepPlan) -> int:
+        return add_up(msgspec.structs.replace(plan, **{field: one_more(getattr(plan, field))}))
+
+    scheduler._add_up = otherwise
+    while not records.recorder.is_over:
+        harness.step()
+        num_steps += 1
+        assert num_steps <= latest
+    closed = events_of(records.path)[-1]
+    assert isinstance(closed, Closed)
+    assert closed.reason.startswith(f"step {10 + num_steps} could not be repeated: another checksum")
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

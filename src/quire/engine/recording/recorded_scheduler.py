@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from struct import Struct as Layout
 from typing import Protocol
@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """What takes the events: a recorder, or the way to one in another process."""
 
-    def put(self, event: Sent) -> None:
-        """Take the next event."""
+    def put(self, event: Sent, now_s: float = 0.0) -> None:
+        """Take the next event. `now_s`: the time by the engine's clock, where it is known."""
 
     def flush(self) -> None:
         """Send, or write, what was taken."""
@@ -70,8 +70,8 @@ class RecordedScheduler(Scheduler):
         unprepared: Callable[[Request], Lack | None] = lambda request: None,
     ) -> None:  # fmt: skip
         self.sink, self._put, self._flush = sink, sink.put, sink.flush
-        self._checksum = PlanChecksum()
-        self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step under way
+        self._add_up = PlanChecksum().add
+        self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step that is being planned
 
         def asked(request: Request) -> Lack | None:
             lack = unprepared(request)
@@ -101,42 +101,35 @@ class RecordedScheduler(Scheduler):
             self._put(RequestEnded(request_id, index))
         return is_known
 
+    # These three are called in each step: a method of the class above is called by its name, as super() takes longer.
+
     def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plan the next step, as `Scheduler.schedule`."""
-        self._lacks = lacks = list[tuple[int, WaitReason, bool]]()
         try:
-            plan = super().schedule(now_s)
+            plan = Scheduler.schedule(self, now_s)
         except BaseException:
-            self._put(PlanChecked(now_s, None, lacks))
+            self._put(PlanChecked(now_s, None, self._lacks), now_s)
+            self._lacks = []
             raise
-        self._put(PlanChecked(now_s, self._checksum.add(plan), lacks))
+        self._put(PlanChecked(now_s, self._add_up(plan), self._lacks), now_s)
+        if self._lacks:
+            self._lacks = []
         return plan
 
     def schedule_next(self) -> StepPlan | None:
         """Plan the step after the one under way, as `Scheduler.schedule_next`."""
-        plan = super().schedule_next()
-        self._put(PlanChecked(None, None if plan is None else self._checksum.add(plan)))
+        plan = Scheduler.schedule_next(self)
+        self._put(PlanChecked(None, None if plan is None else self._add_up(plan)))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step, as `Scheduler.update`."""
-        self._put(Returned(self._planned_by(result)))
-        deltas = super().update(plan, result)
+        has_more = result.prompt_logprobs or result.failures or result.logprobs is not None
+        self._put(Returned(_planned_by(result, self.queues.running) if has_more else result))
+        deltas = Scheduler.update(self, plan, result)
         if not self.queues.requests:
             self._flush()
         return deltas
-
-    def _planned_by(self, result: StepResult) -> StepResult:
-        """Return a result without what no plan depends on."""
-        if result.prompt_logprobs or result.failures or result.logprobs is not None:
-            searches = result.logprobs is not None and any(
-                isinstance(request.task, BeamTask) for request in self.queues.running
-            )
-            return msgspec.structs.replace(
-                result, prompt_logprobs=[], logprobs=result.logprobs if searches else None,
-                failures=dict.fromkeys(result.failures, ""), at_fault={},
-            )  # fmt: skip
-        return result
 
     def roll_back(self) -> list[int]:
         """Roll back a failed step, as `Scheduler.roll_back`."""
@@ -160,6 +153,15 @@ class RecordedScheduler(Scheduler):
         self._put(Held(None))
 
 
+def _planned_by(result: StepResult, running: Iterable[Request]) -> StepResult:
+    """Return a result without what no plan depends on."""
+    searches = result.logprobs is not None and any(isinstance(request.task, BeamTask) for request in running)
+    return msgspec.structs.replace(
+        result, prompt_logprobs=[], logprobs=result.logprobs if searches else None,
+        failures=dict.fromkeys(result.failures, ""), at_fault={},
+    )  # fmt: skip
+
+
 # --- the way to the recorder --------------------------------------------------------------------------------------
 
 
@@ -179,24 +181,21 @@ class Line:
         self._batch, self._num_events = bytearray(_BATCH_HEAD.size), 0
         self._unsent = bytearray()
 
-    def put(self, event: Sent) -> None:
+    def put(self, event: Sent, now_s: float = 0.0) -> None:
         """Send an event, soon."""
-        if self._is_over:
-            return
         encode_into(event, self._batch, -1)
         self._num_events += 1
-        if len(self._batch) >= _SENT_BYTES:
-            self.flush()
-        elif type(event) is PlanChecked and event.now_s is not None and event.now_s >= self._due_s:
-            self._due_s = event.now_s + _SENT_S
+        if now_s >= self._due_s or len(self._batch) >= _SENT_BYTES:
+            self._due_s = max(self._due_s, now_s + _SENT_S)
             self.flush()
 
     def flush(self) -> None:
         """Send what has been put."""
         if self._num_events:
             _BATCH_HEAD.pack_into(self._batch, 0, len(self._batch) - LENGTH_BYTES, _LIST, self._num_events)
-            self._unsent += self._batch
             self._num_events = 0
+            if not self._is_over:
+                self._unsent += self._batch
             del self._batch[_BATCH_HEAD.size :]
         try:
             while self._unsent and not self._is_over:
