@@ -21,6 +21,19 @@ from quire_vllm.values import Row, parsed_json
 VLLM_KEY = "VLLM_API_KEY"       # environment variable; for servers, after keys from everywhere else
 _LEVEL = re.compile(r"-O=?(\d)")
 _KEY = re.compile(r"(--?[a-zA-Z][\w-]*)\.(.+)")
+# Flags of llama.cpp, Ollama and SGLang, and what does the same here.
+_MEANT = {
+    "-c": "--max-model-len", "--ctx-size": "--max-model-len", "--num-ctx": "--max-model-len",
+    "--context-length": "--max-model-len", "-np": "--max-num-seqs", "--parallel": "--max-num-seqs",
+    "--max-running-requests": "--max-num-seqs", "--mem-fraction-static": "--gpu-memory-utilization",
+    "-a": "--served-model-name", "--alias": "--served-model-name", "--cors": "--allowed-origins",
+    "--cors-origins": "--allowed-origins", "--keep-alive": "--idle-unload", "--lora": "--lora-modules",
+    "-v": "--log-level debug", "--verbose": "--log-level debug", "-md": "--speculative-config",
+    "--model-draft": "--speculative-config", "--tp-size": "--tensor-parallel-size",
+    "--dp-size": "--data-parallel-size",
+}  # fmt: skip
+_MEANT |= dict.fromkeys(("-t", "--threads"), "OMP_NUM_THREADS in the environment")
+_MEANT |= dict.fromkeys(("-m", "--model-path", "-hf", "--hf-repo"), "the model's folder, file or name, without a flag")
 
 
 class VllmFlags:
@@ -203,8 +216,11 @@ class VllmFlags:
             return []
         if flag.startswith("--no-") and row is not None and row.takes == "switch":
             return self._words(self._options_of(row, False, flag))
-        near = get_close_matches(flag, self._own_flags | self._row_flags)
-        return self._fail(f"No such option: {flag}" + (f" Did you mean {near[0]}?" if near else ""))
+        meant = _MEANT.get(flag)
+        if meant is None or (meant.startswith("-") and meant.split()[0] not in self._own_flags):
+            near = get_close_matches(flag, self._own_flags | self._row_flags) if flag.startswith("--") else ()
+            meant = near[0] if near else None           # a letter or two are near to any others
+        return self._fail(f"No such option: {flag}" + (f" Did you mean {meant}?" if meant else ""))
 
     def _words(self, options: dict[str, Any]) -> list[str]:
         """Return options as words of the command line. Keys of an object are kept until all of them are known."""

@@ -10,6 +10,7 @@ import pytest
 from quire.core.speculation import SpeculationConfig
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
+from quire_vllm.flags import _MEANT
 
 Run = Callable[..., Any]
 Serve = Callable[[str], tuple[EngineOptions, ServerOptions, list[str]]]
@@ -236,6 +237,10 @@ def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> N
         ("--dtype int3", "Invalid value for '--dtype'"),
         ("--enforce-eagr", "No such option: --enforce-eagr Did you mean --enforce-eager?"),
         ("--max-num-sqs 3", "No such option: --max-num-sqs Did you mean --max-num-seqs?"),
+        ("--ctx-size 4096", "No such option: --ctx-size Did you mean --max-model-len?"),
+        ("-c 4096", "No such option: -c Did you mean --max-model-len?"),
+        ("--cors", "No such option: --cors Did you mean --allowed-origins?"),
+        ("-m model", "No such option: -m Did you mean the model's folder, file or name, without a flag?"),
         ("--no-such-flag", "No such option: --no-such-flag"),
         ("--no-port", "No such option: --no-port"),
         ("-x", "No such option: -x"),
@@ -245,6 +250,13 @@ def test_speculation_is_configured_in_vllm_s_forms(serve: Serve, line: str) -> N
 def test_what_is_refused_is_told_with_the_reason(run: Run, started: Started, line: str, words: str) -> None:
     assert words in refusal(run, "serve", *line.split())
     assert started == []
+
+
+def test_flags_of_other_programs_are_told_as_flags_that_the_command_has(run: Run) -> None:
+    known = run("serve", "--help=all").out.replace(",", " ").split()
+    assert [meant for meant in _MEANT.values() if meant.startswith("-") and meant.split()[0] not in known] == []
+    assert "Did you mean --max-model-len?" in refusal(run, "generate", "--ctx-size", "5")
+    assert "--allowed-origins" not in refusal(run, "generate", "--cors")
 
 
 def test_flags_come_from_the_environment(serve: Serve, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
