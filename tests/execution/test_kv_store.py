@@ -533,7 +533,8 @@ def ended_script(place: Path, *before: str, within: tuple[str, ...] = ()) -> sub
     (place.parent / "full.py").write_text(FULL)
     line = " && ".join((*before, f"exec {sys.executable} {place.parent}/full.py {place}"))
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    return subprocess.run([*within, "sh", "-c", line], capture_output=True, text=True, env=environment, check=False)
+    command = [*within, "/bin/sh", "-c", line]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def test_file_that_may_not_grow_turns_the_store_off_with_one_line(tmp_path: Path) -> None:
