@@ -1,7 +1,7 @@
 """Disk tier: a restart between two turns of a chat, its cost where nothing is found, and what saving holds up.
 
     python bench/disk_tier.py restart | unused | saving  [--num-tokens 8192]
-    python bench/disk_tier.py slots GGUF LIBRARIES       # those of llama.cpp: README.md of bench/real.py
+    python bench/disk_tier.py slots GGUF LIBRARIES       # LIBRARIES: llama.cpp's, as bench/real.py has them
     python bench/disk_tier.py soak --minutes 20
 
 The model has the shapes of Qwen2.5-0.5B and random weights (`bench/random_models.py`): times depend on shapes alone.

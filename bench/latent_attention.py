@@ -41,7 +41,7 @@ from support import llama_cpp
 WIDTH, INNER, HEADS, RANK, LATENT, ROPE, NOPE, VALUE, VOCABULARY = 2048, 10_944, 16, 1536, 512, 64, 128, 128, 4096
 BLOCK_SIZE = 16
 F32, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
-STD = 0.02  # of weights
+STD = 0.02  # standard deviation of weights
 
 
 def tensors(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -39,7 +39,7 @@ def main() -> None:
 
 def _measure_steps(num_seqs: int) -> None:
     ours, other = socket.socketpair()
-    # In place of a recorder, which would end at the first step that it was not told of.
+    # Takes the place of a recorder, which would end at the first step that it was not told of.
     process = subprocess.Popen(["cat"], stdin=other.fileno(), stdout=subprocess.DEVNULL)
     other.close()
     line = Line(process, ours)

@@ -32,7 +32,7 @@ public:
 private:
     const ShortConv<T>& op_;
     long seq_, first_, width_, length_;
-    alignas(64) float rows_[MAX_TAPS][STRIP];  // of the last positions, by position % taps
+    alignas(64) float rows_[MAX_TAPS][STRIP];  // rows of the last positions, at position % taps
 
     float* row(long position) { return rows_[position % op_.taps]; }
 

@@ -36,7 +36,7 @@ TEXT_CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
     "num_key_value_heads": 2, "rotary_dim": 16, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 16,
 }  # fmt: skip
-CONFIG: dict[str, object] = {  # of a model with vision
+CONFIG: dict[str, object] = {  # config.json of a model with vision
     **TEXT_CONFIG, "text_config": TEXT_CONFIG, "image_token_index": 63, "mm_tokens_per_image": 49,
     "vision_config": {"hidden_size": 64, "num_attention_heads": 4, "model_type": "clip_vision_model"},
 }

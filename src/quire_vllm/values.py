@@ -237,7 +237,7 @@ def transfer_options(given: object, shown: str) -> dict[str, Any]:
     if isinstance(extra, Mapping) and extra.get("kv_lease_duration") is not None:
         options["kv_lease_duration"] = extra["kv_lease_duration"]
     if role == "kv_consumer":
-        options = {}    # of the end that listens
+        options = {}    # settings of the end that listens
     return options | {"kv_role": _ROLES[role]}
 
 

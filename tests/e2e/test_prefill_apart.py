@@ -199,7 +199,7 @@ def test_int8_cache_is_handed_over_and_another_kind_is_an_error_that_names_both(
         plain = stack.enter_context(producing(tmp_path, 15002, "--api-key", "one", "--api-key", "two"))
         int8 = ["--kv-cache-dtype", "int8_per_token_head"]
         producer = stack.enter_context(producing(tmp_path, 15003, *int8, "--api-key", "one", "--api-key", "two"))
-        keys = ["--api-key", "two", "--api-key", "one"]      # in another order
+        keys = ["--api-key", "two", "--api-key", "one"]      # another order
         consumer = stack.enter_context(consuming(tmp_path, [15002, 15003], *int8, *keys))
         body = BODY | {"seed": 1, "logprobs": 2}
         params = ask(producer, body | KEEP, "one")["kv_transfer_params"]

@@ -69,7 +69,7 @@ def all_requests() -> list[tuple[str, SamplingParams]]:
     return [(PROMPTS[index % len(PROMPTS)], each) for index, each in enumerate(kinds)]
 
 
-FEW = slice(None, None, 3)      # of all requests: each kind, and each way of sampling, with some of the others
+FEW = slice(None, None, 3)      # a third of the requests: each kind, and each way of sampling, with some of the others
 
 
 def run(llm: LLM, requests: list[tuple[str, SamplingParams]]) -> list[RequestOutput]:

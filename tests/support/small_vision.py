@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from support.small_tokenizers import byte_level, save
 
 IMAGE = "<image>"
-NUM_TOKENS = 16     # of an image
+NUM_TOKENS = 16     # tokens of an image
 # LLaVA's: the images of a message come before its texts.
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'].upper() }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"

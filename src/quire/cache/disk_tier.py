@@ -204,7 +204,7 @@ class DiskTier:
         self.counts = TierCounts()
         self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy)
         self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
-        self.is_written_over = False               # by another engine: what is not as it was is not spoilt
+        self.is_written_over = False               # another engine writes: a changed block is not spoilt
         self.is_stalled = False                    # set by the caller: reads do not return, so none is begun
 
     @property

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class KVTicket:
     """A prompt that is kept: its full blocks, and their tokens."""
 
-    lease_id: int           # of the request that has computed it
+    lease_id: int           # lease of the request that has computed it
     name: str
-    binding: bytes          # of its owner and scope
+    binding: bytes          # digest of its owner and scope
     tokens: bytes           # packed, 4 bytes each
     blocks: list[int]
     ends_s: float

@@ -112,7 +112,7 @@ class Loads:
         self.disk: DiskTier | None = None
         self.peers: LoadSource | None = None
         self.tickets: Tickets | None = None
-        self.others: list[DiskTier] = []          # of sessions that are being restored, and of other engines
+        self.others: list[DiskTier] = []          # tiers of sessions that are being restored, and of other engines
         self._loads: dict[int, KVLoad] = {}       # request id: until the request is admitted or ends
         self._looked_up = set[int]()              # waiting requests that load nothing more
         self._behind: dict[int, KVLoad] = {}      # waiting requests, and the load that each waits for

@@ -75,7 +75,7 @@ class SessionError(InvalidRequestError):
         super().__init__(message, param=param, code=code)
 
 
-SESSION_STATUS = {   # of HTTP, by the code of a SessionError
+SESSION_STATUS = {   # HTTP's, for each code of a SessionError
     "session_not_found": 404,
     "session_incompatible": 409,    # saved by another model, with another salt or by other arithmetic
     "session_unreadable": 409,      # its files are spoilt

@@ -28,7 +28,7 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MAX_EDGE = 4096             # longest edge behind the resize, in pixels; models have 224 to 1,540
 MAX_RESIZED_PIXELS = 1 << 25  # between the resize and the crop, where a strip would need gigabytes
 PILLOWS_PIXELS = 178_956_970  # past these Pillow refuses to open a file
-MAX_IMAGE_PIXELS = 1 << 25  # by the header of a file; larger images are not decoded
+MAX_IMAGE_PIXELS = 1 << 25  # as a file's header says; larger images are not decoded
 
 
 class PreparedImage(msgspec.Struct, array_like=True, frozen=True):

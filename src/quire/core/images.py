@@ -25,7 +25,7 @@ class ImageSpan(NamedTuple):
 
     start: int
     num_tokens: int
-    serial: int         # of the image: equal serials are equal pixels, under one cache_salt
+    serial: int         # the image's number: equal serials are equal pixels, under one cache_salt
     grid: tuple[int, int] = (0, 0)  # rows and columns of merged patches
 
     @property

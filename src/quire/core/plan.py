@@ -48,7 +48,7 @@ class NewRow:
     beam: BeamSearchParams | None = None               # its samples return the likeliest tokens, as logprobs
     pool: Pool | None = None                           # it has no samples: its last entry returns a vector
     scope: Scope = NO_SCOPE                            # rows of other scopes may not profit from what it computes
-    images: tuple[ImageSpan, ...] = ()                 # of its prompt, in order
+    images: tuple[ImageSpan, ...] = ()                 # the prompt's, in order
 
 
 class RowFork(NamedTuple):

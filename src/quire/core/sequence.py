@@ -83,14 +83,14 @@ class Request:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     task: Task = GENERATE
     scope: Scope = NO_SCOPE           # requests find only what those of the same scope have computed
-    images: tuple[PromptImage, ...] = ()  # in the order of their placeholders
+    images: tuple[PromptImage, ...] = ()  # ordered as their placeholders are
     adapter_folder: str = ""          # folder of `scope.adapter`
     adapter_name: str = ""            # the client's name for it: for metrics alone
     priority: int = 0                 # lower is served first
     owner: str = ""                   # label of the owner: see quire.core.owner_labels
     client_id: str = ""               # charged to: "key:3", or the connection if there is no key
     weight: float = 1.0               # weight of its client under the policy `fair`
-    transfer: KVTransfer | None = None  # of keys and values, to or from another engine
+    transfer: KVTransfer | None = None  # moves keys and values to or from another engine
     received_s: float | None = None   # when the server received it, on the monotonic clock, which processes share
     arrived_s: float = 0.0            # the same on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices

@@ -53,7 +53,7 @@ CONNECT_TIMEOUT_S = 5.0
 PAUSE_S = 0.25              # between two tries to connect; doubled up to ...
 MAX_PAUSE_S = 10.0
 STAGING_BYTES = 32 << 20    # blocks that have arrived, and are not in the cache yet
-FRAME_BYTES = 1 << 16       # of a frame beside its block
+FRAME_BYTES = 1 << 16       # what a frame has beside its block
 MAX_PEER_FILE_BYTES = 1 << 16
 
 decode_report = msgspec.msgpack.Decoder(Identify | Block | ReadEnded).decode

@@ -67,7 +67,7 @@ class BlockReads(Generic[L]):
         """Begin what is due, until the reader has no memory for more."""
         while (read := self._loads.next_read(self._source)) is not None:
             job, load, start, stop = read
-            if not self._begin_read(job, load, start, stop):  # type: ignore[arg-type]  # of this source
+            if not self._begin_read(job, load, start, stop):  # type: ignore[arg-type]  # a load of this source
                 self._loads.postpone(job)
                 return
             self._begun[job] = self._clock()

@@ -63,7 +63,7 @@ class KVSessions:
         self._files = ThreadPoolExecutor(1, "kv-sessions")
         self._saves: list[_Save] = []
         self._openings: list[_Opening] = []
-        self._restored: dict[int, KVDisk] = {}  # by the id of the request
+        self._restored: dict[int, KVDisk] = {}  # keys: ids of requests
         self._closing: list[KVDisk] = []        # their last reads are under way
 
     @property

@@ -123,7 +123,7 @@ class OpenSession(msgspec.Struct, tag="open_session", array_like=True, frozen=Tr
     """Load from the store of a saved session in `folder` until it is closed, if it has this identity."""
 
     number: int
-    request_id: int     # that is about to be added
+    request_id: int     # the request is about to be added
     folder: str
     num_tokens: int
     identity: str       # `KVIdentity.as_json`

@@ -18,7 +18,7 @@ class ImageRows:
     def __init__(self, tower: VisionTower) -> None:
         self._tower, self.has_encoded = tower, False       # whether the last step has encoded an image
         self._encodings = dict[int, Tensor]()              # [num_tokens, hidden_size] each
-        self._images = dict[int, Sequence[ImageSpan]]()    # by row: those that the row has not passed
+        self._images = dict[int, Sequence[ImageSpan]]()    # for each row, the images that it has not passed
 
     @property
     def num_bytes(self) -> int:

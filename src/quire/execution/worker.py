@@ -143,7 +143,7 @@ class StepCompute:
 
     def timed(self, result: StepResult, inputs: StepInputs, seconds: float) -> StepResult:
         """Record how long a step took, for the results of later ones; return its result with that."""
-        if self.images is not None and self.images.has_encoded:  # that is not the time of its tokens
+        if self.images is not None and self.images.has_encoded:  # the time is not that of its tokens
             return structs.replace(result, step_s=seconds)
         num_tokens = len(inputs.forward.token_ids)
         if num_tokens > len(inputs.rows):                                          # else every row is a decode

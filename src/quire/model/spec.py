@@ -320,7 +320,7 @@ class ShortConv:
 
     width: int                  # channels, as many as a hidden state has
     taps: int                   # tokens that a token sees, itself included
-    has_bias: bool = False      # of the convolution and of both projections
+    has_bias: bool = False      # the convolution's and both projections'
 
 
 Mixer = Attention | ShortConv  # kinds of sublayers that move information between the tokens of a sequence
@@ -530,13 +530,13 @@ class VisionSpec:
     which are not causal. `projector`: modules of its one or two layers, below one of `projector_prefixes`.
     """
 
-    family: str                            # of the processors that make pixels
+    family: str                            # the family of the processors that make pixels
     image_token_id: int                    # its embeddings are replaced by what the projector gives
     tower: DecoderSpec                     # `vocab_size`: positions
     image_size: int                        # pixels
     patch_size: int                        # pixels
     num_channels: int
-    hidden_size: int                       # of the decoder
+    hidden_size: int                       # the decoder's
     has_class_token: bool = False          # before the patches
     keeps_class_token: bool = False        # behind the layers
     has_patch_bias: bool = False

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
-MAX_ANSWER_BYTES = 1 << 20      # of a prefill server: one token
+MAX_ANSWER_BYTES = 1 << 20      # a prefill server answers with one token
 WAYS = ("apart", "short", "not_reached", "refused")
 _ASKED = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,

@@ -27,7 +27,7 @@ _OTHER_MEDIA = (
 )  # fmt: skip
 _WITHOUT_TEXT = "redacted_thinking"     # reasoning that its server has encrypted
 
-IMAGE_TYPES = ("image_url", "input_image")    # in chats and in Responses; both have an `image_url`
+IMAGE_TYPES = ("image_url", "input_image")    # a chat's and that of Responses; both have an `image_url`
 TEXT_TYPES = tuple(_TEXTS)
 PART_FIELDS: Mapping[str, str] = _TEXTS | _REASONING
 

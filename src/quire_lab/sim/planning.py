@@ -76,8 +76,8 @@ class MemoryPlan:
     windows: str                 # described in words; empty: no layer has one
     exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
     image_tokens: int = 0        # placeholders of an image; 0: the model reads text alone here
-    image_bytes: int = 0         # of an image's encoding
-    vision_weight_bytes: int = 0  # of the encoder of images, in `weight_bytes`
+    image_bytes: int = 0         # an image's encoding
+    vision_weight_bytes: int = 0  # the encoder of images, counted in `weight_bytes`, too
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -113,7 +113,7 @@ def test_latents_are_turned_from_a_dimension_on_and_stored_without_values(
     )
     turned = apply_rotary(
         query[..., start:], key[..., start:], positions, spec.cos_sin, is_interleaved=is_interleaved
-    )  # in the dtype of the model
+    )  # has the dtype of the model
     expected = [torch.cat([x[..., :start], part], dim=-1) for x, part in zip((query, key), turned, strict=True)]
     ours = torch.full(cache_shapes(NUM_BLOCKS, block_size, 1, head_dim, kernel_dtype(dtype))[0], 7.0).to(
         kernel_dtype(dtype)

@@ -42,7 +42,7 @@ class Greeter(asyncio.Protocol):
 
 
 def test_door_without_descriptors_tries_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "PAUSE_S", http_server.PAUSE_S)     # which the listener sets
+    monkeypatch.setattr(http_server, "PAUSE_S", http_server.PAUSE_S)     # restored: the listener sets it
 
     async def run() -> None:
         with Scarce() as listener:

@@ -37,7 +37,7 @@ class GrammarRows:
 
     def __init__(self, cache: GrammarCache, vocab_size: int, *, jumps_forward: bool) -> None:
         self._cache, self._vocab_size, self._jumps_forward = cache, vocab_size, jumps_forward
-        self.states = dict[int, RowState]()  # of the rows with grammars alone
+        self.states = dict[int, RowState]()  # rows with grammars alone
         self._num_steps = 0
         self._num_threads = min(max(find_cpus().num_usable, 2), MAX_THREADS)  # one slow mask delays no other
         self._threads = ThreadPoolExecutor(self._num_threads, "masks")

@@ -53,8 +53,8 @@ class JoinKind(NamedTuple):
     greeting: bytes
     host: str       # the end that accepts
     place: str      # settings that say where it is
-    secret: str     # of the secret
-    nodes: str      # those that need the same
+    secret: str     # what the secret is called
+    nodes: str      # all ends, which need the same
     member: str     # the end that joins, with a place for its rank
     head: str       # the end that accepts, beside it
 

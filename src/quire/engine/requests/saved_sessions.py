@@ -40,7 +40,7 @@ MAX_HEADER_BYTES = 256 << 20
 _KEY_BYTES = 32
 _OWNER_CHARS = 40       # unlike the 64 of an identity: see kv_folder
 _UNFINISHED = ".new-"   # no name begins so: see `check_name`
-_PROCESS = secrets.token_hex(8)     # in names of unfinished folders: a process may have the number of a dead one
+_PROCESS = secrets.token_hex(8)     # part of the names of unfinished folders, as numbers of processes come again
 
 
 @dataclass(frozen=True, slots=True)

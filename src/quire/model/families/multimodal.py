@@ -44,7 +44,7 @@ SIGLIP_SIZES = {
     "image_size": 224, "patch_size": 16, "num_channels": 3,
 }  # fmt: skip
 CLIP = "clip_vision_model"
-RENAMED = {"mm_input_projection_weight": "mm_input_projection.weight"}  # of Gemma 3's projector
+RENAMED = {"mm_input_projection_weight": "mm_input_projection.weight"}  # Gemma 3's projector
 MAX_PATCHES = 2**16
 PREFIXES = ("language_model.model.", "model.language_model.")  # as published; as transformers 5 writes them
 SKIPPED = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_merger.")

@@ -88,7 +88,7 @@ WITHOUT_EFFECT = frozenset((
 ))
 
 OTHER_FIELDS = OtherFields(UNSUPPORTED, WITHOUT_EFFECT)
-MAX_TTL_S = 31_536_000.0        # of a session: a year
+MAX_TTL_S = 31_536_000.0        # a session's longest life: a year
 MAX_HTTP_TEMPERATURE = 2.0      # OpenAI's and vLLM's; Python takes more
 
 # Other forms of a number and of a flag, loosely: pydantic reads them, and refuses what is none.

@@ -94,8 +94,8 @@ class OpenAIRequest(ApiRequest):
     returns_token_ids: bool = field(init=False)
     returns_prompt_text: bool = field(init=False)
     returns_prompt_logprobs: bool = field(init=False)
-    transfer: KVTransfer | None = None               # of keys and values, to or from another engine
-    kv_transfer_params: Json | None = None           # of a producer's answer
+    transfer: KVTransfer | None = None               # moves keys and values to or from another engine
+    kv_transfer_params: Json | None = None           # what a producer's answer has
     shows_prompt: bool = field(init=False)           # choices begin with their prompt, or with a part of it
     message_echo: str = field(init=False)            # text that messages begin with
 

@@ -26,7 +26,7 @@ const MAX_IMAGE_BYTES = 2 << 20; // a body has 4 MiB, of base64
 let conversation = savedConversations()[0] ?? new Conversation();
 let stopper; // of the answer that is being written
 let edited; // the message that is being edited
-let images = []; // of the message that is being written: data: URLs
+let images = []; // data: URLs for the message that is being written
 
 // --- messages --------------------------------------------------------------------------------------------------------
 
