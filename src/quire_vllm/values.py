@@ -192,8 +192,8 @@ def max_images_of(given: object, shown: str) -> int | None:
         raise ConfigError(f"{shown} must be a JSON object such as {{\"image\": 8}}, got {given!r}")
     count = limits.get("image")
     count = count.get("count") if isinstance(count, Mapping) else count
-    if count is not None and (type(count) is not int or count < 1):
-        raise ConfigError(f"{shown} must have an image that is an integer of at least 1, got {count!r}")
+    if count is not None and (type(count) is not int or count < 0):
+        raise ConfigError(f"{shown} must have an image that is an integer of at least 0, got {count!r}")
     return count
 
 

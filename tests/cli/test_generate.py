@@ -276,7 +276,7 @@ def test_help_shows_what_is_there_and_nothing_else(run: Run, monkeypatch: pytest
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 160)  # a narrow terminal cuts the names of flags
     commands = [
         "serve", "generate", "chat", "run", "pull", "list", "show", "rm", "top", "replay", "report", "plan", "simulate",
-        "pack", "deploy", "paper", "bench", "run-batch",
+        "pack", "session", "deploy", "route", "paper", "bench", "run-batch",
     ]  # fmt: skip
     assert re.findall(r"^│ ([a-z]\S*) ", run("--help").out, re.MULTILINE) == commands
     flags = run("generate", "--help=all").out

@@ -24,6 +24,6 @@ def test_server_starts_and_answers(demo_model: Path) -> None:
     assert [line.split()[1] for line in told] == [
         "--trust-remote-code", "-O", "--disable-log-stats",
         "--enable-chunked-prefill", "--tokenizer-mode",
-        "--uvicorn-log-level", "--limit-mm-per-prompt", "--enable-prompt-tokens-details",
+        "--uvicorn-log-level", "--enable-prompt-tokens-details",
         "QUIRE_ASYNC_SCHEDULING", "--compilation-config",       # keys one by one come last
     ]  # fmt: skip

@@ -64,7 +64,7 @@ def test_two_ranks_of_8_gib_hold_six_requests() -> None:
 
 @pytest.mark.parametrize(("kv_heads", "query_heads", "ranks", "of_rank"), [(8, 8, 2, 4), (8, 24, 3, 3), (1, 8, 4, 1)])
 def test_kv_heads_of_a_rank(kv_heads: int, query_heads: int, ranks: int, of_rank: int) -> None:
-    assert Shard(0, ranks).local_spec(heads(2, kv_heads, query_heads=query_heads)).num_kv_heads == of_rank
+    assert Shard(0, ranks).local_spec(heads(2, kv_heads, query_heads=query_heads)).attentions[0].num_kv_heads == of_rank
 
 
 def share_of_slots(lengths: list[tuple[int, int]], block_size: int) -> float:

@@ -29,6 +29,7 @@ WALL_CLOCKS = {
     *("server/adapter_names.py", "server/pages/page_routes.py", "cli/top/reading.py"),
     *("server/models/models_app.py", "server/models/ollama.py", "server/models/ollama_forms.py"),
     *("server/apis/profile_routes.py", "engine/recording/recorder.py", "engine/event_publisher.py"),
+    *("engine/requests/saved_sessions.py", "server/api/sessions.py"),
     "engine/recording/fault_files.py",
 }
 

@@ -141,7 +141,9 @@ class Limits:
         4 << 20, "messages of a conversation and the variables of its template",
         row="messages of a conversation and the variables of its template, as msgpack", **_REFUSED,
     )  # fmt: skip
-    max_images: int = _count(8, "images of a request", row="images of a request", **_REFUSED)
+    max_images: int = option(
+        8, "images of a request; 0: none", panel="Limits", low=0, row="images of a request; 0: none", **_REFUSED
+    )
     max_image_bytes: int = _size(
         8 << 20, "file of an image, decoded from base64",
         row="the file of an image, decoded from base64; the base64 counts for `--max-body-bytes`", **_REFUSED,

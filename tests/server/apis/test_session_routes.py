@@ -2,11 +2,13 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from msgspec.json import encode
 
 from quire.engine.options import EngineOptions
 from quire.kernels.cpp.isas import usable_isas
@@ -188,13 +190,32 @@ def test_saved_session_is_replaced_listed_bounded_and_deleted(server: OpenAIServ
     assert (status, error["code"], error["param"]) == (404, "session_not_found", "name")
 
 
-def test_saved_session_does_not_outgrow_its_bytes(demo_model: Path, tmp_path: Path) -> None:
-    engine = options(demo_model, tmp_path / "kv")
-    with openai_server(engine, max_pinned_share=1.0, max_saved_session_bytes=100_000) as server:
-        session = server.ask(SESSIONS, prompt=TOKENS)
-        status, error = server.refusal(f"{SESSIONS}/{session['id']}/save", name="a")
-    assert (status, error["code"]) == (400, "session_limit")
-    assert "of at most 100000 (max_saved_session_bytes)" in error["message"]
+@pytest.mark.parametrize("scope", ["", "_per_key"], ids=["all", "key"])
+def test_saved_sessions_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
+    """A session that is saved again counts once, and reaches each bound on its own without passing it."""
+    num_bytes = server.service.client.ready.kv_bytes_per_token * len(TOKENS)
+    path = f"{SESSIONS}/{server.ask(SESSIONS, prompt=TOKENS)['id']}"
+    own = server.service.options
+    for name, most in ((f"max_saved_sessions{scope}", 1), (f"max_saved_session_bytes{scope}", num_bytes)):
+        monkeypatch.setattr(server.service, "options", replace(own, **{name: most}))
+        for _ in range(2):
+            server.ask(f"{path}/save", name="first")
+        status, error = server.refusal(f"{path}/save", name="second")
+        assert (status, error["code"]) == (400, "session_limit")
+        assert f"at most {most} " in error["message"]
+        assert error["message"].endswith(f"({name})")
+        assert server.http.delete(f"{SESSIONS}/saved/first").status_code == 200
+
+
+def test_messages_of_a_session_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [{"role": "user", "content": "short"}]
+    num_bytes = len(encode(messages))
+    monkeypatch.setattr(server.service, "options", replace(server.service.options, max_session_bytes=num_bytes))
+    server.ask(SESSIONS, messages=messages)
+    status, error = server.refusal(SESSIONS, messages=[{"role": "user", "content": "short."}])
+    assert (status, error["param"]) == (400, "messages")
+    told = f"the messages of the session take {num_bytes + 1} bytes, at most {num_bytes} (max_session_bytes)"
+    assert error["message"] == told
 
 
 @pytest.fixture(scope="module")

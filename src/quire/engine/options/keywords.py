@@ -14,6 +14,7 @@ class VllmSettings(TypedDict, total=False):
     task: str
     speculative_model: str
     num_speculative_tokens: int
+    kv_transfer_config: Any
     guided_decoding_disable_any_whitespace: bool
     guided_decoding_disable_additional_properties: bool
 

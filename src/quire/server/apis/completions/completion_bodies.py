@@ -81,7 +81,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 # Labels of the client or the request, hints on storage and prices, padding and the size of chunks, options of refused
 # features, options of routes and models that Quire does not have.
 WITHOUT_EFFECT = frozenset((
-    "guided_decoding_backend", "request_id", "session_id", "stream_interval", "return_token_offsets",
+    "guided_decoding_backend", "request_id", "stream_interval", "return_token_offsets",
     "routed_experts_prompt_start", "mm_payload", "return_mm_kwargs",
     "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
     "service_tier", "stream_options.include_obfuscation", "user",
