@@ -197,7 +197,7 @@ def test_map_of_a_step_of_the_past_is_shown_again(server: ServerProcess) -> None
         await page.until("document.querySelector('#used').textContent === '0'")
         assert await page.text("#map-hint") == ""
         found = (
-            "(() => { for (let step = Number(moment.max) - 1; step > 0; step -= 25) { moment.value = step; "
+            "(() => { for (let step = Number(moment.max) - 1; step > 0; step -= 1) { moment.value = step; "
             "moment.dispatchEvent(new Event('input')); "
             "if (document.querySelectorAll('#holders .swatch').length === 4) return true; } })()"
         )
