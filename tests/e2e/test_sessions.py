@@ -1,5 +1,6 @@
 """Sessions of an LLM: continued, forked, saved, and restored by another engine, with the bits of a computation."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,13 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, SessionError, UnknownPrefixError
+from quire.engine.fleet.offline_fleet import BlockingFleet
 from quire.engine.messages import SessionBlocks
+from quire.engine.offline_sessions import OfflineSessions
+from quire.engine.requests.input_processor import PreparedRequest
 from quire.kernels.cpp.isas import usable_isas
 from support.answers import answers_of
+from support.server import wait_until
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
@@ -70,6 +75,18 @@ def test_restored_session_has_the_bits_of_a_computation(tmp_path: Path, expected
             llm.restore_session("one")
 
 
+def open_files(llm: LLM, directory: Path) -> list[str]:
+    """Return the files of saved sessions that engines have open."""
+    runner = llm._runner
+    assert isinstance(runner, BlockingFleet)
+    found = list[str]()
+    for engine in runner._client.engines:
+        for link in Path(f"/proc/{engine._connection.engine.process.pid}/fd").iterdir():
+            with suppress(OSError):     # it has just been closed
+                found.append(str(link.readlink()))
+    return [path for path in found if path.startswith(str(directory / "sessions"))]
+
+
 def test_engines_of_their_own_processes_restore_where_the_request_runs(
     tmp_path: Path, expected: Any  # noqa: ANN401
 ) -> None:
@@ -80,6 +97,15 @@ def test_engines_of_their_own_processes_restore_where_the_request_runs(
         assert [answer(llm, each.prompt(MORE)) for each in sessions] == [expected] * 2
         sessions[1].save("two")
         assert llm.saved_sessions() == ["one", "two"]
+
+        def fail(_prepared: PreparedRequest) -> None:
+            assert open_files(llm, tmp_path), "the store of the session is open"
+            raise ZeroDivisionError
+
+        wait_until(lambda: not open_files(llm, tmp_path))
+        with pytest.raises(ZeroDivisionError):
+            OfflineSessions(llm._runner, fail, "model", str(tmp_path)).restore("one", None, None)
+        wait_until(lambda: not open_files(llm, tmp_path))
 
 
 @pytest.mark.parametrize(("settings", "differs"), [

@@ -37,8 +37,8 @@ class ImageRows:
                 self._images[new.row] = new.images
             else:
                 self._images.pop(new.row, None)
-        if not self._images:
-            return batch
+        if self._images.keys().isdisjoint(plan.rows):
+            return batch    # a row that has ended inside of its prompt stays until it has another owner
         places, values, first = list[int](), list[Tensor](), 0
         ends = (batch.positions + 1).astype(np.int32)
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):

@@ -130,6 +130,7 @@ class Fleet(BaseClient):
         self.router = Router(num_blocks, ready.limits.block_size, ready.limits.max_num_seqs, settings.routing)
         self._clients, self._observers, self._settings = clients, observers, settings
         self._pinning: dict[int, EngineClient] = {}     # keyed by the number of the request that pins
+        self._restoring: dict[int, EngineClient] = {}   # requests for which a saved session is open
         for observer, client in zip(observers, clients, strict=True):
             observer.fleet = self
             observer.engine.engine_ready(client.ready)
@@ -162,7 +163,7 @@ class Fleet(BaseClient):
         """Queue a request in an engine, once. EngineDeadError if none is alive."""
         request = prepared.request
         candidates = self._candidates(request)
-        if (home := self._pinning.get(request.request_id)) is not None and home.is_alive:
+        if (home := self._restoring.get(request.request_id)) is not None and home.is_alive:
             candidates = [self._clients.index(home)]    # it loads from a saved session
         number = self.router.route(request, candidates)
         client = self._clients[number]
@@ -247,12 +248,12 @@ class Fleet(BaseClient):
     async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
         """Let an engine load from a saved session; the request will be its own."""
         client = self._clients[self.router.rank(request, self._candidates(request))[0]]
-        self._pinning[request.request_id] = client
+        self._restoring[request.request_id] = client
         return await client.open_session(request, folder, num_tokens, identity)
 
     def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""
-        client = self._pinning.get(request.request_id)
+        client = self._restoring.pop(request.request_id, None)
         if client is not None:
             client.close_session(request)
 
