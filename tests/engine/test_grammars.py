@@ -354,7 +354,7 @@ def test_state_is_made_again_after_each_preemption(demo_model: Path, mode: Any) 
 
 @cache
 def answers_at_once(model: Path, *, by_torch: bool) -> list[list[Answer]]:
-    """Return the answers of FORKS; `by_torch`, whose bits are not those of our kernels, after those of others."""
+    """Return the answers of FORKS; those of `by_torch`, which have other bits than our kernels, after the others."""
     with pytest.MonkeyPatch.context() as patch:
         if by_torch:
             compute_with_torch(patch)

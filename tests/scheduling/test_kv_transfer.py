@@ -266,8 +266,8 @@ def test_other_identity_is_an_error_that_names_both(pair: Pair) -> None:
 
 def test_unknown_peer_is_an_error(pair: Pair) -> None:
     _, consumer = pair
-    transfer = replace(consumer.add([1], TICKET).transfer, peer="somebody")  # type: ignore[type-var]
-    with pytest.raises(InvalidRequestError, match="'somebody' is no engine of kv_peers"):
+    transfer = replace(consumer.add([1], TICKET).transfer, peer="other")  # type: ignore[type-var]
+    with pytest.raises(InvalidRequestError, match="'other' is no engine of kv_peers"):
         consumer.net.check(transfer)
 
 

@@ -1,4 +1,4 @@
-"""`quire serve` in a forked process (support/forked_engines.py), whose engines and ranks are forks of it in turn.
+"""`quire serve` in a forked process (support/forked_engines.py); its engines and ranks are forks of it in turn.
 
 With a descriptor in the place of a command it is the process of one model of several.
 """

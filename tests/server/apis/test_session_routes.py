@@ -1,4 +1,4 @@
-"""Sessions over HTTP: what continues them, what is restored after a restart, and to whom they belong."""
+"""Sessions over HTTP: what continues them, what is restored after a restart, and the key that each belongs to."""
 
 import shutil
 from collections.abc import Iterator
