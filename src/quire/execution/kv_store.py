@@ -17,7 +17,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -93,10 +93,19 @@ class SlotSizes:
 
     num_slots: int
     block_bytes: int
-    slot_bytes: int               # block_bytes, rounded up to a page
     bytes_per_s: float = math.inf
     num_stores: int = 1
     staging_bytes: int = STAGING_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: a block's, rounded up to a page."""
+        return self.block_bytes + -self.block_bytes % PAGE_BYTES
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.slot_bytes
 
 
 class KVStore:
@@ -134,19 +143,19 @@ class KVStore:
         and for a directory that others may enter. One that cannot be written costs a line in the log.
         """
         cache = CacheBlocks(tensors)
-        block_bytes = cache.block_bytes
-        slot_bytes, own_bytes = block_bytes + -block_bytes % PAGE_BYTES, record_bytes(block_size)
-        num_slots = (num_bytes - FOLDER_BYTES) // (slot_bytes + own_bytes)
+        none = SlotSizes(0, cache.block_bytes, bytes_per_s, num_stores)
+        own_bytes = record_bytes(block_size)
+        num_slots = (num_bytes - FOLDER_BYTES) // (none.slot_bytes + own_bytes)
         if num_slots < 1:
-            least = FOLDER_BYTES + slot_bytes + own_bytes
+            least = FOLDER_BYTES + none.slot_bytes + own_bytes
             raise ConfigError(f"kv_disk_size of {num_bytes} bytes holds no KV block; the least is {least} bytes")
-        sizes = SlotSizes(num_slots, block_bytes, slot_bytes, bytes_per_s, num_stores)
+        sizes = replace(none, num_slots=num_slots)
         try:
-            folder = open_folder(directory, identity, num_slots * own_bytes, num_slots * slot_bytes)
+            folder = open_folder(directory, identity, num_slots * own_bytes, sizes.blocks_bytes)
             return cls._in(folder, sizes, block_size, cache)
         except OSError as error:
             log.warning("the KV store in %s is off: %s", directory, error)
-            return cls(SlotSizes(0, block_bytes, slot_bytes), SlotTable(0, block_size, b""), None, cache)
+            return cls(none, SlotTable(0, block_size, b""), None, cache)
 
     @classmethod
     def open_alone(
@@ -154,11 +163,8 @@ class KVStore:
     ) -> "KVStore":
         """Open the store of one folder to write it, that of a session. OSError if it cannot be used, or is in use."""
         cache = CacheBlocks(tensors)
-        slot_bytes = cache.block_bytes + -cache.block_bytes % PAGE_BYTES
-        sizes = SlotSizes(
-            num_slots, cache.block_bytes, slot_bytes, num_stores=0, staging_bytes=SESSION_STAGING_BYTES
-        )  # fmt: skip
-        opened = open_alone(folder, identity, num_slots * record_bytes(block_size), num_slots * slot_bytes)
+        sizes = SlotSizes(num_slots, cache.block_bytes, num_stores=0, staging_bytes=SESSION_STAGING_BYTES)
+        opened = open_alone(folder, identity, num_slots * record_bytes(block_size), sizes.blocks_bytes)
         return cls._in(opened, sizes, block_size, cache)
 
     def others(self, tensors: Sequence[Array], block_size: int) -> "list[KVStore]":
@@ -175,9 +181,8 @@ class KVStore:
     @classmethod
     def _read_only(cls, folder: KVFolder, tensors: Sequence[Array], block_size: int) -> "KVStore":
         cache = CacheBlocks(tensors)
-        slot_bytes = cache.block_bytes + -cache.block_bytes % PAGE_BYTES
         num_slots = os.fstat(folder.index_file).st_size // record_bytes(block_size)
-        sizes = SlotSizes(num_slots, cache.block_bytes, slot_bytes, staging_bytes=SESSION_STAGING_BYTES)
+        sizes = SlotSizes(num_slots, cache.block_bytes, staging_bytes=SESSION_STAGING_BYTES)
         return cls._in(folder, sizes, block_size, cache)
 
     @classmethod
@@ -374,7 +379,7 @@ class BlockWriter:
         self.failure: OSError | None = None
         self.num_bytes = os.fstat(folder.blocks_file).st_size  # the size of `blocks`
         self.jobs: SimpleQueue[_Write | list[int] | None] = SimpleQueue()
-        self._slots_bytes = sizes.num_slots * sizes.slot_bytes
+        self._slots_bytes = sizes.blocks_bytes
         self._folder, self._table, self._done = folder, table, done
         self._is_closing = threading.Event()
         self._next_s = 0.0  # when the rate allows the next write
