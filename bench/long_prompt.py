@@ -1,16 +1,19 @@
 """Streams beside one long prompt: the gaps between their tokens, and how much later the prompt's first token comes.
 
     python bench/long_prompt.py MODEL --target 500 --target 80 --target none    # this checkout, at targets of a step
+    python bench/long_prompt.py MODEL --target none --flags "" --flags "-dp 2 --prefill-engines 1"    # prefill apart
     python bench/long_prompt.py MODEL --server "before=OTHER/.venv/bin/quire serve {model} --port {port}" \\
         --server "vLLM=PYTHON -m vllm.entrypoints.openai.api_server --model {model} --port {port} --enforce-eager"
 
 Each server has an OpenAI-compatible `/v1/completions` that takes token ids, and is started for its turn. The long
 prompt is computed alone first, then beside the streams with other tokens. A gap is the time between two events of a
 stream while the long prompt is computed. Servers take turns; figures are of each turn, and the last lines are medians.
+"Moved s" are the seconds of reads of KV blocks from another engine, of both long prompts.
 """
 
 import asyncio
 import json
+import math
 import shlex
 import socket
 import statistics
@@ -29,7 +32,7 @@ import typer
 QUIRE = (sys.executable, "-c", "from quire.cli.main import main; main()", "serve")
 START_LIMIT_S, LIMIT_S, POLL_S = 300.0, 1200.0, 0.2
 WARM_S, AFTER_S, MAX_TOKENS, VOCABULARY = 2.0, 0.5, 3_000, 30_000
-COLUMNS = ("decode ms", "gap p50", "gap p99", "gap max", "tokens", "prompt s", "alone s", "times alone")
+COLUMNS = ("decode ms", "gap p50", "gap p99", "gap max", "tokens", "prompt s", "alone s", "times alone", "moved s")
 
 
 class Figures(NamedTuple):
@@ -43,6 +46,7 @@ class Figures(NamedTuple):
     prompt_s: float
     alone_s: float
     times_alone: float
+    moved_s: float
 
 
 class Contest(NamedTuple):
@@ -51,6 +55,7 @@ class Contest(NamedTuple):
     model: str
     prompt_len: int
     num_streams: int
+    computes_alone: bool = True
 
 
 def long_prompt(length: int, seed: int) -> list[int]:
@@ -105,7 +110,9 @@ async def measure(contest: Contest, command: str) -> Figures:
     words = shlex.split(command.format(model=contest.model, port=port))
     async with serving(words, port) as (client, model):
         await compute(client, model, [5, 6, 7])
-        alone_s = await compute(client, model, long_prompt(contest.prompt_len, 1))
+        alone_s = math.nan
+        if contest.computes_alone:
+            alone_s = await compute(client, model, long_prompt(contest.prompt_len, 1))
         all_times_s = [list[float]() for _ in range(contest.num_streams)]
         tasks = [asyncio.create_task(stream(client, model, *each)) for each in enumerate(all_times_s)]
         await asyncio.sleep(WARM_S)
@@ -116,6 +123,7 @@ async def measure(contest: Contest, command: str) -> Figures:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        moved_s = moved_seconds((await client.get("/metrics")).text)
     pairs = [pair for times_s in all_times_s for pair in pairwise(times_s)]
     beside = sorted(1000 * (last - first) for first, last in pairs if last > started_s and first < ended_s)
     before = [1000 * (last - first) for first, last in pairs if last < started_s]
@@ -123,31 +131,41 @@ async def measure(contest: Contest, command: str) -> Figures:
         raise SystemExit(f"no tokens arrived beside the prompt, or before it: {command}")
     return Figures(
         statistics.median(before), statistics.median(beside), beside[int(len(beside) * 0.99)], beside[-1], len(beside),
-        prompt_s, alone_s, prompt_s / alone_s,
+        prompt_s, alone_s, prompt_s / alone_s, moved_s,
     )  # fmt: skip
 
 
-def own_servers(targets: list[str], length: int) -> Iterator[tuple[str, str]]:
-    """Yield a name and a command of this checkout's server for each target."""
+def moved_seconds(page: str) -> float:
+    """Return the seconds of reads from other engines, 0 for a server that does not tell."""
+    lines = (line for line in page.splitlines() if line.startswith("quire:kv_transfer_seconds_total{"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def own_servers(targets: list[str], more: list[str], length: int) -> Iterator[tuple[str, str]]:
+    """Yield a name and a command of this checkout's server for each target, and each of further flags."""
     for target in targets:
-        flags = f"--port {{port}} --max-model-len {length} --no-enable-prefix-caching --itl-target-ms {target}"
-        yield f"Quire, {target}", f"{shlex.join(QUIRE)} {{model}} {flags}"
+        for own in more or ["--no-enable-prefix-caching"]:
+            flags = f"--port {{port}} --max-model-len {length} --itl-target-ms {target} {own}"
+            name = f"Quire, {target}" + (f", {own}" if own in more else "")
+            yield name, f"{shlex.join(QUIRE)} {{model}} {flags}"
 
 
 def main(
     model: Annotated[Path, typer.Argument(help="folder with weights, or of a config.json with --load-format dummy")],
     server: Annotated[list[str], typer.Option(help="NAME=COMMAND with {model} and {port}")] = [],  # noqa: B006
     target: Annotated[list[str], typer.Option(help="of this checkout, ms or none")] = ["500", "none"],  # noqa: B006
+    flags: Annotated[list[str], typer.Option(help="further ones of this checkout; several times")] = [],  # noqa: B006
     prompt_len: Annotated[int, typer.Option(help="tokens of the long prompt")] = 16_000,
+    alone: Annotated[bool, typer.Option(help="compute the long prompt alone, too")] = True,
     streams: int = 4,
     turns: int = 1,
     output: Annotated[Path | None, typer.Option(help="file for the figures in JSON")] = None,
 ) -> None:
     """Print a table of all servers, which take turns."""
-    contest = Contest(str(model), prompt_len, streams)
-    commands = dict(own_servers(target, prompt_len + MAX_TOKENS)) | dict(each.split("=", 1) for each in server)
+    contest = Contest(str(model), prompt_len, streams, alone)
+    commands = dict(own_servers(target, flags, prompt_len + MAX_TOKENS)) | dict(each.split("=", 1) for each in server)
     found: dict[str, list[Figures]] = {name: [] for name in commands}
-    print(f"{'server':24}" + "".join(f"{column:>12}" for column in COLUMNS))
+    print(f"{'server':44}" + "".join(f"{column:>12}" for column in COLUMNS))
     for _ in range(turns):
         for name, command in commands.items():
             found[name].append(asyncio.run(measure(contest, command)))
@@ -160,7 +178,7 @@ def main(
 
 
 def row(name: str, figures: Figures) -> str:
-    return f"{name:24}" + "".join(f"{value:12.2f}" for value in figures)
+    return f"{name:44}" + "".join(f"{value:12.2f}" for value in figures)
 
 
 if __name__ == "__main__":

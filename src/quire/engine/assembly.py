@@ -1,6 +1,7 @@
 """Engine assembly: load the model, size the cache, build the scheduler and the executor."""
 
 import importlib.util
+import ipaddress
 import math
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from quire.engine.engine import TEXT_ALONE, Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.kv_disk import KVDisk
 from quire.engine.kv_sessions import KVSessions
+from quire.engine.launcher import FleetMember, member_name
 from quire.engine.loading import LoadedModel, kv_identity, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
@@ -78,6 +80,7 @@ class AssembledEngine:
     loaded: LoadedModel
     ready: Ready
     ranks: "RankSet | None" = None  # the other ranks of tensor parallelism; None: there are none
+    member: FleetMember | None = None   # its place among engines that move KV blocks; None: it is not one of them
 
     @property
     def model(self) -> LanguageModel:
@@ -98,7 +101,7 @@ class AssembledEngine:
 
 def assemble(
     options: EngineOptions, *, loads_tokenizer: bool, loaded: LoadedModel | None = None,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | None = None, member: FleetMember | None = None,
 ) -> AssembledEngine:  # fmt: skip
     """Return an engine for the options. ModelError and ConfigError name what is not supported.
 
@@ -106,7 +109,7 @@ def assemble(
     """
     ranks = _ranks(options)
     try:
-        return _assemble(options, ranks, loaded, tokenizer, loads_tokenizer=loads_tokenizer)
+        return _assemble(options, ranks, loaded, tokenizer, member, loads_tokenizer=loads_tokenizer)
     except BaseException as error:
         if ranks is not None:
             ranks.close(str(error))
@@ -114,8 +117,8 @@ def assemble(
 
 
 def _assemble(
-    options: EngineOptions, ranks: "RankSet | None", loaded: LoadedModel | None, tokenizer: Tokenizer | None, *,
-    loads_tokenizer: bool,
+    options: EngineOptions, ranks: "RankSet | None", loaded: LoadedModel | None, tokenizer: Tokenizer | None,
+    member: FleetMember | None, *, loads_tokenizer: bool,
 ) -> AssembledEngine:  # fmt: skip
     folder = resolve_model(options.model, options.model_files, options.revision)
     text_source = resolve_tokenizer(options.tokenizer, folder, options.tokenizer_revision)
@@ -123,13 +126,13 @@ def _assemble(
         loaded = loaded or _load_model(options, folder, ranks)
         read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
         draft_model = _draft_model(options, loaded, text_source)
-        return build_engine(options, loaded, tokenizer, read_tokenizer, draft_model, ranks)
+        return build_engine(options, loaded, tokenizer, read_tokenizer, draft_model, ranks, member)
     use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
     with ThreadPoolExecutor(1) as reader:  # a CPU is free while kernels read weights without Python's lock
         reading = reader.submit(load_tokenizer, text_source, use)
         loaded = loaded or _load_model(options, folder, ranks)
         draft_model = _draft_model(options, loaded, text_source)
-        return build_engine(options, loaded, reading.result(), draft_model=draft_model, ranks=ranks)
+        return build_engine(options, loaded, reading.result(), draft_model=draft_model, ranks=ranks, member=member)
 
 
 def load_alone(options: EngineOptions) -> LoadedModel:
@@ -185,7 +188,7 @@ def _attention(options: EngineOptions) -> AttentionBackEnd | None:
 def build_engine(
     options: EngineOptions, loaded: LoadedModel, tokenizer: Tokenizer | None = None,
     read_tokenizer: Callable[[], Tokenizer] | None = None, draft_model: LoadedDraftModel | None = None,
-    ranks: "RankSet | None" = None,
+    ranks: "RankSet | None" = None, member: FleetMember | None = None,
 ) -> AssembledEngine:  # fmt: skip
     """Return an engine for any loaded model. `read_tokenizer`, without a `tokenizer`: called once, in a thread.
 
@@ -208,7 +211,7 @@ def build_engine(
     )
     if ranks is not None:
         ranks.allocate(cache, scheduling)
-    engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots)
+    engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots, member)
     if tokenizer is not None and (template := options.given_chat_template) is not None:
         tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
@@ -216,7 +219,7 @@ def build_engine(
         weights_bytes = ready.weights_bytes + draft_model.model.weight_bytes
         ready = structs.replace(ready, weights_bytes=weights_bytes, kv_bytes_per_token=limits.kv_bytes_per_token)
     inputs = InputProcessor(tokenizer, ready, options, cuts_answers=True)
-    return AssembledEngine(options, engine, inputs, tokenizer, loaded, ready, ranks)
+    return AssembledEngine(options, engine, inputs, tokenizer, loaded, ready, ranks, member)
 
 
 def _grammars(
@@ -249,7 +252,7 @@ def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -
 def _build(
     options: EngineOptions, loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig,
     grammars: ConstrainedDecoding | None, draft_model: LoadedDraftModel | None, ranks: "RankSet | None",
-    slots: "TritonSlots | None",
+    slots: "TritonSlots | None", member: FleetMember | None,
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     model, device = loaded.model, loaded.device
@@ -289,8 +292,8 @@ def _build(
     if options.kv_disk_dir is not None:
         disk = open_disk(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
     peers = None
-    if options.kv_role != "none":
-        peers = open_peers(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model)
+    if options.kv_role != "none" or member is not None:
+        peers = open_peers(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model, member)
     engine = Engine(scheduler, executor, grammars, adapters, disk=disk, peers=peers)
     engine.no_images_reason = no_images_reason
     if images is not None:
@@ -316,6 +319,7 @@ def _image_inputs(
         "kv_events_config": options.kv_events is not None,
         "record": options.record is not None,
         f"kv_role {options.kv_role!r}": options.kv_role != "none",
+        f"prefill_engines {options.prefill_engines}": options.prefill_engines > 0,
     }
     for name, is_asked in refused.items():
         if is_asked:
@@ -376,27 +380,44 @@ def check_has_blocks(setting: str, cache: KVCacheManager, loaded: LoadedModel) -
 
 
 def open_peers(
-    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler, draft_model: LanguageModel | None
-) -> "KVPeers":
-    """Return the parts of an engine in prefill apart from decoding. ConfigError where it cannot take them."""
+    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler, draft_model: LanguageModel | None,
+    member: FleetMember | None = None,
+) -> "KVPeers":  # fmt: skip
+    """Return the parts of an engine in prefill apart from decoding. ConfigError where it cannot take them.
+
+    An engine of several behind one server has its part by its number; the first ones compute prompts.
+    """
     cache = scheduler.cache
-    check_has_blocks(f"kv_role {options.kv_role!r}", cache, loaded)
-    from quire.engine.kv_consumer import KVConsumer, KVPeers, read_peers  # noqa: PLC0415 (for servers with a role)
+    name = f"kv_role {options.kv_role!r}" if member is None else f"prefill_engines {options.prefill_engines}"
+    check_has_blocks(name, cache, loaded)
+    from quire.engine.kv_consumer import KVConsumer, KVPeers, Place, read_peers  # noqa: PLC0415 (where it is used)
     from quire.engine.kv_producer import PURPOSE, KVProducer  # noqa: PLC0415
     from quire.engine.parallel.addresses import key_of, listening_address, read_secret  # noqa: PLC0415
     from quire.execution.kv_store import CacheBlocks  # noqa: PLC0415 (needs the extension)
 
-    assert options.kv_secret_file is not None, "options are checked"
-    key = key_of(read_secret(options.kv_secret_file, "kv_secret_file"), PURPOSE)
+    port, peers = options.kv_port, list[Place]()
+    if member is not None:
+        secret, is_producer = member.secret, member.number < options.prefill_engines
+        is_consumer, port = not is_producer, port + member.number
+        numbers = range(options.prefill_engines)
+        peers = [Place(member_name(each), options.kv_host, options.kv_port + each) for each in numbers]
+    else:
+        assert options.kv_secret_file is not None, "options are checked"
+        secret, is_producer = read_secret(options.kv_secret_file, "kv_secret_file"), options.is_kv_producer
+        is_consumer = options.is_kv_consumer
+        if is_consumer:
+            assert options.kv_peers is not None, "options are checked"
+            peers = read_peers(options.kv_peers)
+    key = key_of(secret, PURPOSE)
     identity, loads = kv_identity(options, loaded, kv, draft_model), loads_of(cache, kv)
     consumer, producer = None, None
-    if options.is_kv_producer:
+    if is_producer:
         address = listening_address(options)
+        if member is not None and not ipaddress.ip_address(address).is_loopback:
+            raise ConfigError(f"kv_host {options.kv_host} must be an address of this machine alone, with {name}")
         loads.tickets = Tickets(cache, options.kv_lease_duration, time.monotonic)
-        producer = KVProducer(loads.tickets, CacheBlocks(kv.tensors), identity, address, options.kv_port, key)
-    if options.is_kv_consumer:
-        assert options.kv_peers is not None, "options are checked"
-        peers = read_peers(options.kv_peers)
+        producer = KVProducer(loads.tickets, CacheBlocks(kv.tensors), identity, address, port, key)
+    if is_consumer:
         loads.peers = consumer = KVConsumer(loads, CacheBlocks(kv.tensors), cache.block_size, identity, peers, key)
     return KVPeers(consumer, producer)
 

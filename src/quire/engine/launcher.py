@@ -5,6 +5,7 @@ was closed or because the parent has died, the child ends by itself.
 """
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -26,34 +27,51 @@ from quire.engine.options import EngineOptions
 # core busy that the server or another process needs: beside another server bursts of 32 streams made 45, 61, 66 and 203
 # tokens per second with it, 122 and 153 with this.
 SPINS = {"GOMP_SPINCOUNT": "10000"}
+SECRET_BYTES = 32
 STOP_TIMEOUT_S = 3.0  # after its socket was closed; usually milliseconds
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class FleetMember(msgspec.Struct, array_like=True, frozen=True):
+    """An engine of several that move KV blocks among each other: its number, and the secret of all of them."""
+
+    number: int
+    secret: bytes
+
+
+def member_name(number: int) -> str:
+    """Return the name of an engine, by which the others know it."""
+    return f"engine-{number}"
 
 
 class Start(msgspec.Struct, tag="start", array_like=True, frozen=True):
     """The first message to an engine process: the options of the engine to load.
 
-    Apart from `quire.engine.messages`, which needs NumPy: a server starts its engines before it loads that.
+    `member`: with `prefill_engines`. Apart from `quire.engine.messages`, which needs NumPy: a server starts its engines
+    before it loads that.
     """
 
     options: EngineOptions
+    member: FleetMember | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcess:
-    """A running engine process, and the parent's end of the socket pair."""
+    """A running engine process, and the parent's end of the socket pair. `secret`: of its fleet, which it may share."""
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    secret: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def spawn(cls, options: EngineOptions, number: int = 0) -> "EngineProcess":
+    def spawn(cls, options: EngineOptions, number: int = 0, secret: bytes = b"") -> "EngineProcess":
         """Start the engine process, which begins to load. ConfigError if a setting cannot be encoded.
 
-        `number`: of the engine, where `data_parallel_size` of them divide the threads of the machine.
+        `number`: of the engine, where `data_parallel_size` of them divide the threads of the machine. `secret`: the
+        same for all of them, with `prefill_engines`.
         """
         try:
-            start = frame(Start(options))
+            start = frame(Start(options, FleetMember(number, secret) if options.prefill_engines else None))
         except (OverflowError, UnicodeEncodeError) as error:
             raise ConfigError(f"a setting is an integer of more than 64 bits or no valid Unicode: {error}") from error
         environment = spinning_environment()
@@ -63,7 +81,7 @@ class EngineProcess:
         process, ours = start_module("quire.engine.processes.engine_process", env=environment)
         with suppress(ConnectionError):  # it has died: the reader of its reports finds out
             ours.sendall(start)
-        return cls(process, ours)
+        return cls(process, ours, secret)
 
     def kill(self) -> None:
         """End the process at once, also one that is stopped. Idempotent."""
@@ -79,8 +97,9 @@ class EngineProcess:
 def spawn_engines(options: EngineOptions) -> list[EngineProcess]:
     """Start `data_parallel_size` engine processes. Errors as in `EngineProcess.spawn`; none is left after one."""
     processes: list[EngineProcess] = []
+    secret = secrets.token_bytes(SECRET_BYTES)
     try:
-        processes.extend(EngineProcess.spawn(options, number) for number in range(options.data_parallel_size))
+        processes.extend(EngineProcess.spawn(options, number, secret) for number in range(options.data_parallel_size))
     except BaseException:
         for process in processes:
             process.stop()

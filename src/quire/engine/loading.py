@@ -230,7 +230,7 @@ def check_encoder(options: EngineOptions) -> None:
 
 def check_tails(options: EngineOptions) -> None:
     """Raise ConfigError for an option that has not been tried with what blocks keep for short convolutions."""
-    for name, plain in (("memory_policy", "paged"), ("kv_role", "none")):
+    for name, plain in (("memory_policy", "paged"), ("kv_role", "none"), ("prefill_engines", 0)):
         if (value := getattr(options, name)) != plain:
             raise ConfigError(f"{name} {value!r} is not supported for a model with short convolutions; use {plain!r}")
 

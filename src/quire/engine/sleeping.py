@@ -26,7 +26,7 @@ class SleepingEngine:
         limits = engine.ready.limits
         self._options = same_sizes(engine.options, limits.num_blocks, engine.ready.num_swap_blocks)
         self._ready, self._device = engine.ready, engine.loaded.device
-        self._tokenizer, self._loads_tokenizer = engine.tokenizer, loads_tokenizer
+        self._tokenizer, self._loads_tokenizer, self._member = engine.tokenizer, loads_tokenizer, engine.member
         self._loaded = engine.loaded if engine.ranks is None else None
         self.tags = TAGS     # memory that was freed
         self.deepen(level)
@@ -55,8 +55,9 @@ class SleepingEngine:
             self.tags = left
             return None
         woken = assemble(
-            self._options, loads_tokenizer=self._loads_tokenizer, loaded=self._loaded, tokenizer=self._tokenizer
-        )
+            self._options, loads_tokenizer=self._loads_tokenizer, loaded=self._loaded, tokenizer=self._tokenizer,
+            member=self._member,
+        )  # fmt: skip
         changed = _changed(self._ready, woken.ready)
         if changed:
             woken.close()

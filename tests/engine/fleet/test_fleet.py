@@ -35,9 +35,9 @@ SEEDLESS = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
 
 
 @asynccontextmanager
-async def running_fleet(model: Path, stall_limit: float = 600.0, **settings: int) -> AsyncIterator[Fleet]:
+async def running_fleet(model: Path, stall_limit: float = 600.0, **settings: float | str) -> AsyncIterator[Fleet]:
     settings = {"max_num_seqs": 8, "num_kv_blocks": 256, "max_model_len": 1024} | settings
-    options = EngineOptions(str(model), data_parallel_size=NUM_ENGINES, stall_limit=stall_limit, **settings)
+    options = EngineOptions(str(model), data_parallel_size=NUM_ENGINES, stall_limit=stall_limit, **settings)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         processes = spawn_engines(options)
@@ -68,7 +68,7 @@ def shared(runner: asyncio.Runner, demo_model: Path) -> Iterator[Fleet]:
 
 
 def with_fleet(
-    model: Path, work: Callable[[Fleet], Awaitable[None]], stall_limit: float = 600.0, **settings: int
+    model: Path, work: Callable[[Fleet], Awaitable[None]], stall_limit: float = 600.0, **settings: float | str
 ) -> None:
     async def run() -> None:
         async with running_fleet(model, stall_limit, **settings) as fleet:
@@ -303,7 +303,7 @@ async def no_pause(_: float) -> None:
 
 def test_supervision_ends_when_no_engine_can_be_started(demo_model: Path) -> None:
     async def work(fleet: Fleet) -> None:
-        def spawn(options: EngineOptions, number: int) -> EngineProcess:
+        def spawn(options: EngineOptions, number: int, secret: bytes) -> EngineProcess:
             raise ConfigError(f"engine {number} cannot start")
 
         pauses: list[float] = []
@@ -345,3 +345,147 @@ def test_metrics_have_the_engines_by_label() -> None:
     assert 'vllm:num_requests_waiting{engine="1",model_name="tiny"} 0.0' in page
     assert page.count("# TYPE vllm:num_requests_waiting gauge") == 1
     assert all(isinstance(engine, EngineMetrics) for engine in metrics.engines)
+
+
+# --- engines for prompts: number 0 computes them, number 1 decodes ----------------------------------------------------
+
+# An address of its own for each process of tests: all of 127.0.0.0/8 is this machine.
+HOST = f"127.{1 + os.getpid() // 65536 % 250}.{os.getpid() // 256 % 256}.{os.getpid() % 256}"
+APART: dict[str, float | str] = {"prefill_engines": 1, "prefill_least_tokens": 64, "kv_host": HOST, "kv_port": 15100,
+                         "kv_lease_duration": 1.0, "max_model_len": 1500}  # fmt: skip
+
+
+def apart_prompt(number: int) -> list[int]:
+    """Return a prompt of 500 tokens."""
+    return [5 + (number + 7 * place) % 280 for place in range(500)]
+
+
+def moved(fleet: Fleet, number: int, name: str) -> float:
+    """Return a count of an engine's last report, 0 without one."""
+    kv = fleet.engines[number].state.kv
+    return 0 if kv is None else kv.transfer.get(name, 0)
+
+
+async def connected(fleet: Fleet) -> None:
+    await until(lambda: fleet.engines[0].is_alive and moved(fleet, 1, "peers_connected") == 1)
+
+
+async def answered(stream: RequestStream) -> tuple[list[int], float, int]:
+    """Return an answer's tokens, the engine that has made it, and the tokens that it has fetched."""
+    output = [output async for output in stream][-1]
+    return output.outputs[0].token_ids, stream.metrics.engine, stream.metrics.num_peer_tokens
+
+
+def is_settled(fleet: Fleet) -> bool:
+    """Return whether the engines that live hold no block, by their last reports."""
+    states = [engine.state.kv for engine in fleet.engines if engine.is_alive]
+    return all(kv is not None and kv.used_blocks == 0 and not kv.transfer.get("held_blocks") for kv in states)
+
+
+def test_prompt_is_computed_apart_where_much_of_it_is_new(demo_model: Path) -> None:
+    async def work(fleet: Fleet) -> None:
+        await connected(fleet)
+        prompt = apart_prompt(0)
+        tokens, engine, num_fetched = await answered(await ask(fleet, prompt))
+        assert (engine, num_fetched) == (1, 496)        # all but the last block
+        again = await answered(await ask(fleet, prompt))
+        assert again == (tokens, 1, 0), "it is cached where it is decoded"
+        assert (await answered(await ask(fleet, prompt[:63])))[1:] == (1, 0)
+        asked = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=0)
+        assert (await answered(await ask(fleet, apart_prompt(1), asked)))[1:] == (1, 0), "all states are needed"
+        await until(lambda: is_settled(fleet))
+        assert moved(fleet, 0, "tickets_made") == moved(fleet, 0, "tickets_redeemed") == 1
+
+    with_fleet(demo_model, work, **APART)
+
+
+def test_request_that_is_aborted_in_either_engine_holds_nothing(demo_model: Path) -> None:
+    async def work(fleet: Fleet) -> None:
+        await connected(fleet)
+        with stopped(pid_of(fleet, 0)):
+            stream = await ask(fleet, apart_prompt(0))
+            assert fleet.num_open == 1
+            stream.abort()
+            assert [output async for output in stream] == []
+            await until(lambda: fleet.num_open == 0)
+        with stopped(pid_of(fleet, 1)):
+            stream = await ask(fleet, apart_prompt(1), LONG)
+            await until(lambda: stream.metrics.engine == 1)
+            assert fleet.num_open == 1
+            stream.abort()
+            assert fleet.num_open == 0
+        assert [output async for output in stream] == []
+        await until(lambda: is_settled(fleet))
+        assert moved(fleet, 1, "received_bytes") == 0
+        assert (await answered(await ask(fleet, apart_prompt(2))))[2] == 496
+
+    with_fleet(demo_model, work, **APART)
+
+
+def test_engines_killed_in_each_phase_cost_no_token_and_no_block(demo_model: Path) -> None:
+    async def work(fleet: Fleet) -> None:
+        supervising = asyncio.create_task(fleet.supervise(lambda *found: None, pause=no_pause))
+        await connected(fleet)
+        expected = [(await answer(fleet, apart_prompt(number)[::-1])).outputs[0].token_ids for number in range(5)]
+        assert moved(fleet, 0, "tickets_made") == 5
+
+        async def settled() -> None:
+            await until(lambda: all(engine.is_alive for engine in fleet.engines) and is_settled(fleet))
+            await connected(fleet)
+            fleet.router.check()
+
+        def salted(number: int) -> Prompt:
+            return {"prompt_token_ids": apart_prompt(number)[::-1], "cache_salt": "another"}
+
+        # The engine for prompts, while it computes.
+        with stopped(pid_of(fleet, 0)):
+            stream = await ask(fleet, salted(0))
+            os.kill(pid_of(fleet, 0), signal.SIGKILL)
+            assert await answered(stream) == (expected[0], 1, 0)
+        await settled()
+        # The same, when the blocks have not been fetched.
+        with stopped(pid_of(fleet, 1)):
+            stream = await ask(fleet, salted(1))
+            await until(lambda: stream.metrics.engine == 1)
+            os.kill(pid_of(fleet, 0), signal.SIGKILL)
+            await fleet.engines[0].wait_dead()
+        assert await answered(stream) == (expected[1], 1, 0)
+        await settled()
+        # The same is stopped there: the other one gives it up.
+        with stopped(pid_of(fleet, 1)):
+            stream = await ask(fleet, salted(2))
+            await until(lambda: stream.metrics.engine == 1)
+            os.kill(pid_of(fleet, 0), signal.SIGSTOP)
+        assert await answered(stream) == (expected[2], 1, 0)
+        os.kill(pid_of(fleet, 0), signal.SIGCONT)
+        await settled()
+        # The engine that decodes, before it has the request: the only one that is left does all of it.
+        with stopped(pid_of(fleet, 0)):
+            stream = await ask(fleet, salted(3))
+            dead = fleet.engines[1]
+            os.kill(pid_of(fleet, 1), signal.SIGKILL)
+            await dead.wait_dead()
+        tokens, *_ = await answered(stream)
+        assert tokens == expected[3]
+        await settled()
+        # The same, with the ticket: the lease ends by its time.
+        with stopped(pid_of(fleet, 1)):
+            stream = await ask(fleet, salted(4))
+            await until(lambda: stream.metrics.engine == 1)
+            os.kill(pid_of(fleet, 1), signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await answered(stream)
+        await settled()
+        # The same, while it decodes.
+        stream = await ask(fleet, salted(4), LONG)
+        await until(lambda: stream.metrics.first_token_s is not None)
+        os.kill(pid_of(fleet, 1), signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await answered(stream)
+        await settled()
+        assert await answered(await ask(fleet, apart_prompt(4)[::-1])) == (expected[4], 1, 496)
+        supervising.cancel()
+        with suppress(asyncio.CancelledError):
+            await supervising
+
+    with_fleet(demo_model, work, **APART | {"kv_port": 15101})

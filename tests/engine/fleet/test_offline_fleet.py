@@ -21,6 +21,7 @@ from quire.engine.fleet import offline_fleet as engines
 from quire.engine.fleet.fleet import FleetSettings
 from quire.engine.fleet.offline_fleet import BlockingFleet, total
 from quire.engine.messages import EngineDeadError
+from quire.engine.options import EngineOptions
 from quire.kernels.cpp.isas import usable_isas
 from support.embedders import write_embedder, write_reranker
 from support.peft_folders import write_adapter
@@ -69,15 +70,17 @@ def engines_of(outputs: list[RequestOutput]) -> set[int]:
     return {each.metrics.engine for each in outputs if each.metrics is not None}
 
 
-def test_all_that_is_generated_has_the_bits_of_one_engine(demo_model: Path, fleet: LLM) -> None:
-    def answers(llm: LLM) -> tuple[list[object], list[RequestOutput]]:
-        found = llm.generate(PROMPTS, [GREEDY, SEEDLESS] * 4, use_tqdm=False)
-        found += llm.chat(CHAT, SEEDLESS, use_tqdm=False)
-        found += llm.beam_search(PROMPTS[:3], BeamSearchParams(3, 5), use_tqdm=False)
-        pattern = SamplingParams(max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(ab|cd)+"))
-        found += llm.generate(PROMPTS[:2], pattern, use_tqdm=False)
-        return bits(found), found
+def answers(llm: LLM, prompts: list[Any] = PROMPTS) -> tuple[list[object], list[RequestOutput]]:
+    """Return the bits of answers of many kinds to eight prompts, and the outputs."""
+    found = llm.generate(prompts, [GREEDY, SEEDLESS] * 4, use_tqdm=False)
+    found += llm.chat(CHAT, SEEDLESS, use_tqdm=False)
+    found += llm.beam_search(prompts[:3], BeamSearchParams(3, 5), use_tqdm=False)
+    pattern = SamplingParams(max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(ab|cd)+"))
+    found += llm.generate(prompts[:2], pattern, use_tqdm=False)
+    return bits(found), found
 
+
+def test_all_that_is_generated_has_the_bits_of_one_engine(demo_model: Path, fleet: LLM) -> None:
     with LLM(demo_model, **SETTINGS) as llm:
         assert llm.vocab_size == fleet.vocab_size
         expected, _ = answers(llm)
@@ -86,6 +89,63 @@ def test_all_that_is_generated_has_the_bits_of_one_engine(demo_model: Path, flee
     assert engines_of(outputs) == {0, 1}
     assert fleet.kv_stats().used_blocks == 0
     assert fleet.kv_stats().total_blocks == 256
+
+
+# An address of its own for each process of tests: all of 127.0.0.0/8 is this machine.
+HOST = f"127.{1 + os.getpid() // 65536 % 250}.{os.getpid() // 256 % 256}.{os.getpid() % 256}"
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8_per_token_head"])
+def test_prompts_that_are_computed_apart_change_no_bit(demo_model: Path, kv_cache_dtype: str) -> None:
+    salted: list[Any] = [
+        {"prompt_token_ids": [5 + (number + 3 * place) % 280 for place in range(90)], "cache_salt": str(number % 2)}
+        for number in range(8)
+    ]
+    scored = replace(SEEDLESS, logprobs=3, presence_penalty=0.5, min_tokens=2, logit_bias={7: 2.0})
+
+    def all_answers(llm: LLM) -> tuple[list[object], list[RequestOutput]]:
+        found, outputs = answers(llm, salted)
+        more = llm.generate(salted, scored, use_tqdm=False)
+        return found + bits(more), outputs + more
+
+    settings: dict[str, Any] = SETTINGS | {"kv_cache_dtype": kv_cache_dtype}
+    with LLM(demo_model, **settings) as llm:
+        expected, _ = all_answers(llm)
+    with LLM(demo_model, **settings, data_parallel_size=3, prefill_engines=2, prefill_least_tokens=33, kv_host=HOST,
+             kv_port=15200) as llm:  # fmt: skip
+        assert isinstance(llm._runner, BlockingFleet)
+        decodes = llm._runner._client.engines[2]
+        wait_until(lambda: decodes.state.kv is not None and decodes.state.kv.transfer.get("peers_connected") == 2)
+        found, outputs = all_answers(llm)
+        assert found == expected
+        assert engines_of(outputs) == {2}
+        fetched = [each.metrics.num_peer_tokens for each in outputs if each.metrics is not None]
+        assert sum(tokens > 0 for tokens in fetched) >= 4, "each prompt without prompt_logprobs, once"
+        stats = llm.kv_stats()
+        assert stats.transfer["tickets_made"] == stats.transfer["tickets_redeemed"] == sum(map(bool, fetched))
+        wait_until(lambda: llm.kv_stats().used_blocks == 0 and llm.kv_stats().transfer["held_blocks"] == 0)
+
+
+WRONG_APART: list[tuple[dict[str, Any], str]] = [
+    ({"data_parallel_size": 1, "prefill_engines": 1}, "prefill_engines 1 must be below data_parallel_size 1"),
+    ({"prefill_engines": 2}, "prefill_engines 2 must be below data_parallel_size 2"),
+    ({"prefill_engines": 1, "enable_prefix_caching": False}, "prefill_engines 1 needs enable_prefix_caching True"),
+    ({"prefill_engines": 1, "tensor_parallel_size": 2}, "prefill_engines 1 needs tensor_parallel_size 1, got 2"),
+    ({"prefill_engines": 2, "kv_port": 65535, "data_parallel_size": 3}, "must leave a port for each of 2"),
+    ({"prefill_engines": 1, "kv_role": "both"}, "does not go with kv_role 'both'"),
+    ({"prefill_least_tokens": 0}, "prefill_least_tokens"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG_APART)
+def test_engines_for_prompts_that_cannot_be_are_an_error(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions("model", **{"data_parallel_size": 2} | settings)
+
+
+def test_engines_of_one_server_listen_to_no_other_machine(demo_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_host 0\.0\.0\.0 must be an address of this machine alone"):
+        LLM(demo_model, **SETTINGS, data_parallel_size=2, prefill_engines=1, kv_host="0.0.0.0")
 
 
 def test_streams_give_growing_outputs_of_all_requests_and_end_early(fleet: LLM) -> None:

@@ -3,12 +3,17 @@
 A request is sent to the engine with the least work for it (`router`), and stays there until it ends. When an engine
 dies, its requests end with EngineDeadError, and its cache and its pins are lost; it is started again, with growing
 pauses, while the other engines serve. One that makes no progress for the stall limit is ended, and so dies.
+
+With `prefill_engines` the first engines compute prompts, and the others decode. A long prompt is computed under a
+ticket, as for another server (`quire.cache.kv_tickets`); then the request is sent with it to an engine that decodes,
+which fetches the blocks. It computes what it cannot fetch: the death of an engine for prompts ends no request.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -18,12 +23,13 @@ from msgspec import structs
 from quire.core.deltas import Admission, SequenceDelta
 from quire.core.errors import EngineError, InvalidRequestError
 from quire.core.lora import Adapter
+from quire.core.outputs import RequestMetrics, RequestOutput
 from quire.core.owner_labels import OwnerLabels
-from quire.core.pooling import PinTask
-from quire.core.sequence import Request
+from quire.core.pooling import PinTask, Pool
+from quire.core.sequence import KVTransfer, Request
 from quire.core.step_times import chunk_work
 from quire.engine.fleet.router import Router, Routing
-from quire.engine.launcher import EngineProcess
+from quire.engine.launcher import EngineProcess, member_name
 from quire.engine.messages import EngineDeadError, EngineState, Ready, SessionBlocks, Stepped, Tag
 from quire.engine.metrics.engine_metrics import EngineMetrics
 from quire.engine.metrics.page import Metrics
@@ -33,7 +39,7 @@ from quire.engine.processes.base_client import BaseClient
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.forecast import Asked
 from quire.engine.processes.streams import RequestStream
-from quire.engine.requests.input_processor import InputProcessor, PreparedRequest
+from quire.engine.requests.input_processor import ANY_TOKEN, InputProcessor, PreparedRequest
 from quire.engine.requests.output_processor import FinishedRequest, OutputKind, ProcessedStep
 from quire.engine.sizing import same_sizes
 from quire.text.tokenizer import Tokenizer
@@ -116,6 +122,38 @@ class _Observer:
             self.fleet.router.forget(request_id)
 
 
+class _StreamApart(RequestStream):
+    """The outputs of a request of which one engine computes the prompt, and then another the answer.
+
+    `computing`: of the prompt. `opening` reads that, and returns the stream of the answer.
+    """
+
+    __slots__ = ("_computing", "_opening")
+
+    def __init__(
+        self, computing: RequestStream, opening: Coroutine[None, None, RequestStream], metrics: RequestMetrics
+    ) -> None:
+        self.metrics, self._computing, self._is_over = metrics, computing, False
+        self._opening = asyncio.create_task(opening, name="a prompt that is computed apart")
+
+    async def __anext__(self) -> RequestOutput:
+        """Wait for the next output. Errors as those of the engine that decodes."""
+        if not self._opening.done():
+            await asyncio.wait((self._opening,))  # not cancelled with its reader: it aborts
+        if self._is_over:
+            raise StopAsyncIteration
+        return await anext(self._opening.result())
+
+    def abort(self) -> None:
+        """End the request, in whichever engine it is. Idempotent."""
+        self._is_over = True
+        if not self._opening.done():
+            self._opening.cancel()
+            self._computing.abort()
+        elif not self._opening.cancelled() and self._opening.exception() is None:
+            self._opening.result().abort()
+
+
 class Fleet(BaseClient):
     """The engines, from the event loop of another process. Get one from `connect_fleet`, and `close` it."""
 
@@ -144,14 +182,21 @@ class Fleet(BaseClient):
     def _living(self) -> list[int]:
         return [number for number, client in enumerate(self._clients) if client.is_alive]
 
+    @property
+    def _decoding(self) -> list[int]:
+        """Return the engines that decode, of those that are alive; all, where none is left but those for prompts."""
+        living, num_others = self._living, self._settings.options.prefill_engines
+        return [number for number in living if number >= num_others] or living
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def first_token_s(self, asked: Asked, request: Request | None = None, within_s: float = math.inf) -> float:
         """Return the predicted seconds in the engine that a request will get, or in the quickest of all."""
         if request is None:
-            clients = [self._clients[number] for number in self._living]
+            clients = [self._clients[number] for number in self._decoding]
             return min((client.first_token_s(asked, None, within_s) for client in clients), default=0.0)
-        number = self.router.rank(request, self._candidates(request))[0]
+        apart = self._engine_apart(request)
+        number = self.router.rank(request, self._candidates(request))[0] if apart is None else apart
         num_cached = self.router.num_cached(request, number)
         prompt = chunk_work(num_cached, max(1, len(request.prompt_token_ids) - num_cached))
         asked = asked._replace(prompt=prompt, knows_cached=True)
@@ -161,6 +206,34 @@ class Fleet(BaseClient):
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> RequestStream:
         """Queue a request in an engine, once. EngineDeadError if none is alive."""
+        apart = self._engine_apart(prepared.request)
+        if apart is None:
+            return await self._add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
+        prepared = prepared._replace(metrics=(metrics := RequestMetrics(arrival_s, engine=apart)))
+        transfer = KVTransfer(secrets.token_hex(32), "")
+        asked = PreparedRequest(_for_prompt(prepared.request, transfer), prepared.prompt)
+        self.router.assign(asked.request, apart)
+        try:
+            computing = await self._clients[apart].add(asked, external_id=external_id, arrival_s=arrival_s)
+        except BaseException:
+            self.router.forget(asked.request.request_id)
+            raise
+
+        async def open_answer() -> RequestStream:
+            try:
+                async for _ in computing:
+                    pass
+                prepared.request.transfer = replace(transfer, peer=member_name(apart))
+            except EngineError as error:    # the engine that decodes computes the prompt
+                log.info("engine %d has not computed a prompt for another one: %s", apart, error)
+            return await self._add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
+
+        return _StreamApart(computing, open_answer(), metrics)
+
+    async def _add(
+        self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind
+    ) -> RequestStream:
+        """Queue a request in an engine that decodes."""
         request = prepared.request
         candidates = self._candidates(request)
         if (home := self._restoring.get(request.request_id)) is not None and home.is_alive:
@@ -178,15 +251,42 @@ class Fleet(BaseClient):
         stream.metrics.engine = number
         return stream
 
+    def _engine_apart(self, request: Request) -> int | None:
+        """Return the engine that is to compute a request's prompt for one that decodes; None: that does it itself.
+
+        It does where little is left to compute behind what it has cached, where each of the prompt's hidden states is
+        needed, and until it is connected to the engines for prompts.
+        """
+        options, num_tokens = self._settings.options, len(request.prompt_token_ids)
+        if num_tokens < options.prefill_least_tokens or not options.prefill_engines or not self._can_be_apart(request):
+            return None
+        engines = [number for number in self._progressing(self._living) if number < options.prefill_engines]
+        decodes = self.router.rank(request, self._candidates(request))[0]
+        kv = self._clients[decodes].state.kv
+        num_connected = 0 if kv is None else kv.transfer.get("peers_connected", 0)
+        if not engines or decodes < options.prefill_engines or num_connected < len(engines):
+            return None
+        if num_tokens - self.router.num_cached(request, decodes) < options.prefill_least_tokens:
+            return None
+        return self.router.rank(request, engines)[0]
+
+    def _can_be_apart(self, request: Request) -> bool:
+        generates = not isinstance(request.task, PinTask | Pool)
+        return generates and request.reads_cache and not request.images and request.request_id not in self._restoring
+
+    def _progressing(self, engines: list[int]) -> list[int]:
+        """Return the engines that make progress, of these."""
+        limit_s = self._settings.options.stall_limit
+        return [number for number in engines if self._clients[number].stalled_s <= limit_s]
+
     def _candidates(self, request: Request) -> list[int]:
         """Return the engines that may get a request: those that make progress, and have room for it beside their pins.
 
         If there are none of these, all that are alive: the request waits, or the engine refuses it with the reason.
         """
         self._check_serves()
-        living = self._living
-        limit_s = self._settings.options.stall_limit
-        making_progress = [number for number in living if self._clients[number].stalled_s <= limit_s] or living
+        decoding = self._decoding
+        making_progress = self._progressing(decoding) or decoding
         return [number for number in making_progress if self._can_run(number, request)] or making_progress
 
     def _can_run(self, number: int, request: Request) -> bool:
@@ -217,7 +317,7 @@ class Fleet(BaseClient):
     @property
     def num_free_seqs(self) -> int:
         """Requests of one sequence that could run at once, by the last reports."""
-        return sum(self._clients[number].num_free_seqs for number in self._living)
+        return sum(self._clients[number].num_free_seqs for number in self._decoding)
 
     async def read_adapter(self, folder: str) -> Adapter:
         """Have an engine read an adapter; the others read it for their first request."""
@@ -260,7 +360,7 @@ class Fleet(BaseClient):
     def count_pinned_blocks(self) -> None:
         """Count in the limits of requests to come the pinned blocks of the engine with the fewest."""
         limits = self.inputs.limits
-        num_pinned = min((self._clients[number].state.num_pinned_blocks for number in self._living), default=0)
+        num_pinned = min((self._clients[number].state.num_pinned_blocks for number in self._decoding), default=0)
         if num_pinned != limits.num_pinned_blocks:
             self.inputs.limits = replace(limits, num_pinned_blocks=num_pinned)
 
@@ -327,7 +427,7 @@ class Fleet(BaseClient):
         on_spawn: Callable[[int, EngineProcess], None],
         *,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        spawn: Callable[[EngineOptions, int], EngineProcess] = EngineProcess.spawn,
+        spawn: Callable[[EngineOptions, int, bytes], EngineProcess] = EngineProcess.spawn,
     ) -> Exception:
         """Restart each engine whenever it dies; return the last error once none is alive and none can be started.
 
@@ -337,12 +437,12 @@ class Fleet(BaseClient):
 
     async def _restart(
         self, number: int, on_spawn: Callable[[int, EngineProcess], None],
-        spawn: Callable[[EngineOptions, int], EngineProcess],
+        spawn: Callable[[EngineOptions, int, bytes], EngineProcess],
     ) -> None:  # fmt: skip
         """Start an engine in the place of a dead one, of the same sizes: less memory is free now."""
         dead, observer = self._clients[number].ready, self._observers[number]
         sized = same_sizes(self._settings.options, dead.limits.num_blocks, dead.num_swap_blocks)
-        process = spawn(sized, number)
+        process = spawn(sized, number, self._clients[number].secret)
         on_spawn(number, process)
         client = await _connect(process, self._settings, observer, self.request_ids, self.tokenizer, sized)
         self._clients[number] = client
@@ -358,6 +458,19 @@ class Fleet(BaseClient):
         for pin in [pin for pin in self.pinned.of_key(None) if pin.request_id in lost]:
             self.pinned.remove(pin.prefix.id, None)
         self.count_pinned_blocks()
+
+
+def _for_prompt(request: Request, transfer: KVTransfer) -> Request:
+    """Return a request for the keys and values of another one's prompt, of its number, in an engine for prompts."""
+    params = replace(
+        ANY_TOKEN, ttft_deadline_ms=request.params.ttft_deadline_ms, deadline_ms=request.params.deadline_ms
+    )
+    return Request(
+        request.request_id, request.prompt_token_ids, params, seed=0, max_tokens=1, scope=request.scope,
+        adapter_folder=request.adapter_folder, adapter_name=request.adapter_name, priority=request.priority,
+        owner=request.owner, client_id=request.client_id, weight=request.weight, transfer=transfer,
+        received_s=request.received_s,
+    )  # fmt: skip
 
 
 def _least(ready: Sequence[Ready]) -> Ready:

@@ -96,12 +96,13 @@ class EngineOptions(  # the fields of the last class come first
             raise ConfigError(f"kv_disk_dir {self.kv_disk_dir!r} is not served on device 'cuda'")
 
     def _check_transfer(self) -> None:
-        """Refuse roles of prefill apart from decoding beside what they do not reach."""
-        if self.kv_role == "none":
+        """Refuse prefill apart from decoding beside what it does not reach."""
+        if self.kv_role == "none" and not self.prefill_engines:
             return
-        name = f"kv_role {self.kv_role!r}"
-        needed = {"tensor_parallel_size": 1, "data_parallel_size": 1, "memory_policy": "paged", "record": None,
-                  "enable_prefix_caching": True}  # fmt: skip
+        needed = {"tensor_parallel_size": 1, "memory_policy": "paged", "record": None, "enable_prefix_caching": True}
+        name = f"prefill_engines {self.prefill_engines}"
+        if self.kv_role != "none":
+            name, needed = f"kv_role {self.kv_role!r}", needed | {"data_parallel_size": 1}
         for field, value in needed.items():
             if (given := getattr(self, field)) != value:
                 raise ConfigError(f"{name} needs {field} {value!r}, got {given!r}")

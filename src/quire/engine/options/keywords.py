@@ -89,6 +89,8 @@ class EngineSettings(VllmSettings, total=False):
     max_cpu_loras: int | None
     max_lora_rank: int
     data_parallel_size: int
+    prefill_engines: int
+    prefill_least_tokens: int
     tensor_parallel_size: int
     tensor_parallel_mode: Literal["auto", "gather", "reduce"]
     distributed_executor_backend: Literal["auto", "mp", "uni", "ray"]

@@ -36,6 +36,17 @@ class ParallelOptions:
         "whole model; `kv_cache_memory`, `num_kv_blocks`, `swap_space`, `num_swap_blocks`, their defaults and the "
         "CPU's threads are divided among them; the same tokens ([scaling.md](scaling.md)). On CPUs",
     )  # fmt: skip
+    prefill_engines: int = _parallel(
+        0, "engines of data_parallel_size that compute prompts, for the others to decode", low=0, high=MAX_ENGINES - 1,
+        row="how many engines of `data_parallel_size` compute prompts alone, while the others decode "
+        "([scaling](scaling.md#engines-for-prompts-in-one-server)); fewer than all. They listen at `kv_host`, ports "
+        "from `kv_port` on. On a CPU with the C++ kernels, `tensor_parallel_size` 1; the same tokens",
+    )  # fmt: skip
+    prefill_least_tokens: int = _parallel(
+        256, "prompts with fewer tokens to compute are computed where they are decoded", low=1, high=1 << 30,
+        row="with `prefill_engines`: a prompt of which an engine that decodes has fewer tokens left to compute, as it "
+        "is short or cached there, is computed there",
+    )  # fmt: skip
     tensor_parallel_size: int = _parallel(
         1, "processes that share the model and each step; on CPUs, with the same tokens", low=1, high=64, short="-tp",
         row="processes that share the model and each step: on CPUs with the same tokens, to the bit "
@@ -149,6 +160,21 @@ class ParallelOptions:
 
     def _check_kv_role(self) -> None:
         """Check what roles need of each other; what they need of the engine is checked elsewhere."""
+        if self.prefill_engines and self.prefill_engines >= self.data_parallel_size:
+            raise ConfigError(
+                f"prefill_engines {self.prefill_engines} must be below data_parallel_size {self.data_parallel_size}: "
+                "the others decode"
+            )
+        if self.prefill_engines and self.kv_role != "none":
+            raise ConfigError(
+                f"prefill_engines {self.prefill_engines} does not go with kv_role {self.kv_role!r}: the one is for "
+                "engines of this server, the other for those of several"
+            )
+        if self.prefill_engines and self.kv_port + self.prefill_engines > 1 << 16:
+            raise ConfigError(
+                f"kv_port {self.kv_port} must leave a port for each of {self.prefill_engines} prefill_engines, up to "
+                "65535"
+            )
         given = {"kv_engine_id": self.kv_engine_id, "kv_peers": self.kv_peers, "kv_secret_file": self.kv_secret_file}
         if self.kv_role == "none":
             for name, value in given.items():

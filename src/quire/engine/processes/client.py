@@ -247,6 +247,11 @@ class EngineClient(SingleEngine):
     # --- requests -------------------------------------------------------------------------------------------------
 
     @property
+    def secret(self) -> bytes:
+        """What the engines of its fleet share."""
+        return self._connection.engine.secret
+
+    @property
     def num_free_seqs(self) -> int:
         """Requests of one sequence that could run at once, by the last report; 0 if requests wait or are swapped."""
         state = self.state

@@ -382,7 +382,7 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     gc.disable()  # objects made from here on are permanent
     from quire.engine.assembly import assemble  # noqa: PLC0415 (for a second; the server reads its tokenizer meanwhile)
 
-    assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False)
+    assembled = assemble(replace(start.options, model=str(folder)), loads_tokenizer=False, member=start.member)
     report: Report = assembled.ready
     from quire.engine.sleeping import SleepingEngine  # noqa: PLC0415 (imports what is loaded by now)
 

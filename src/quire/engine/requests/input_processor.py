@@ -16,6 +16,7 @@ from quire.core.errors import InvalidRequestError
 from quire.core.images import PromptImage
 from quire.core.logprob_table import check_num_rows, width_of
 from quire.core.lora import Adapter
+from quire.core.outputs import RequestMetrics
 from quire.core.owner_labels import OwnerLabels
 from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope, Task
 from quire.core.sampling_params import NUM_SEEDS, BeamSearchParams, SamplingParams, arrival_seed
@@ -109,6 +110,7 @@ class PreparedRequest(NamedTuple):
     prompt: TokenizedPrompt
     kept_token_ids: frozenset[int] = frozenset()  # special tokens that skip_special_tokens leaves in the text
     reasoning: ReasoningMarkers | None = None     # stop strings are looked for behind it
+    metrics: RequestMetrics | None = None         # begun while another engine computed the prompt
 
 
 _IDS_AT_ONCE = 8192    # checked and packed, which keeps the interpreter lock for half a millisecond

@@ -318,7 +318,7 @@ class OutputProcessor:
         assert request.request_id not in self._requests, f"request {request.request_id} added twice"
         tokenizer = self._tokenizer if params.detokenize else None
         assert tokenizer is not None or not params.stop, "stop strings are found in text, and there is none"
-        metrics = RequestMetrics(arrival_s)
+        metrics = prepared.metrics or RequestMetrics(arrival_s)
         packs = self._is_packed
         token_ids = [] if packs else prepared.prompt.token_ids.tolist()
         opened = _RequestState(prepared, external_id, kind, tokenizer, packs, metrics, params.n, token_ids)

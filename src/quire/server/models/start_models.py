@@ -37,6 +37,8 @@ def start_models(engine: EngineOptions, options: ServerOptions) -> NoReturn:
         raise ConfigError("models_dir: kv_events_config is of one model, and servers of several would share its ports")
     if engine.kv_role != "none":
         raise ConfigError(f"models_dir: kv_role {engine.kv_role!r} is of one model, and servers would share its port")
+    if engine.prefill_engines:
+        raise ConfigError("models_dir: prefill_engines is of one model, and servers of several would share its ports")
     tls = tls_context(options)
     with bind(options.host, options.port) if options.uds is None else bind_path(options.uds) as listener:
         for number in STOP_SIGNALS:
