@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 
 from quire.core.version import __version__
-from quire.server.api.request_bodies import MAX_HTTP_SEED
+from quire.server.api.request_bodies import MAX_HTTP_SEED, titled
 from quire.server.api.sessions import Sessions
 from quire.server.apis import (
     forwarding,
@@ -107,10 +107,11 @@ def _document_fields(app: FastAPI, service: Service) -> None:
 
 
 def _bodies(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the properties of each request body, with the path of its route."""
+    """Fill in the schema of each request body, and yield its properties with the path of its route."""
     for path, methods in schema["paths"].items():
         for operation in methods.values():
             for content in operation.get("requestBody", {}).get("content", {}).values():
+                content["schema"] = titled(content["schema"]["title"])
                 yield path, content["schema"].get("properties", {})
 
 
@@ -119,7 +120,7 @@ def _add_bounds(properties: dict[str, Any], service: Service) -> None:
     bounds = {"n": {"maximum": options.max_n}, "cache_salt": {"maxLength": options.max_salt_chars}}
     bounds |= {field: {"maximum": inputs.max_logprobs} for field in ("logprobs", "top_logprobs", "prompt_logprobs")}
     bounds |= {field: {"maxItems": getattr(options, limit)} for field, limit in MAX_ELEMENTS.items()}
-    bounds["seed"] = {"maximum": MAX_HTTP_SEED}  # FastAPI rounds it to a float, one too high
+    bounds["seed"] = {"maximum": MAX_HTTP_SEED}
     bounds["logit_bias"] = {"maxProperties": options.max_logit_bias}
     kinds = {"maximum": "integer", "maxLength": "string", "maxItems": "array", "maxProperties": "object"}
     for field in bounds.keys() & properties.keys():
