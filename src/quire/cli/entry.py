@@ -8,14 +8,17 @@ import gc
 import signal
 import sys
 
+from quire.core.garbage import collections_paused
+
 
 def main() -> None:
     """Load and run the command line; always ends in SystemExit."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from quire.cli.main import main as run  # noqa: PLC0415 (after the signal)
-    from quire.cli.main import make_app  # noqa: PLC0415
+    with collections_paused():  # modules are never freed
+        from quire.cli.main import main as run  # noqa: PLC0415 (after the signal)
+        from quire.cli.main import make_app  # noqa: PLC0415
 
-    app = make_app(sys.argv[1:])
+        app = make_app(sys.argv[1:])
     signal.signal(signal.SIGINT, handler)
     try:
         run(app=app)
