@@ -94,7 +94,8 @@ class DeviceFlags:
 
 def memory_plan(engine: EngineOptions) -> MemoryPlan:
     """Return the plan of a model on this machine. Errors are those of `read_model` and `plan_memory`."""
-    return DeviceFlags().plan(read_model(engine.model, engine.dtype, engine.quantization_options), engine)
+    model = read_model(engine.model, engine.dtype, engine.quantization_options, engine.mmproj)
+    return DeviceFlags().plan(model, engine)
 
 
 @with_config_file
@@ -105,7 +106,7 @@ def plan(
     json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Say what fits before anything is loaded: weights, KV blocks, requests by length, and what binds."""
-    model = read_model(engine.model, engine.dtype, engine.quantization_options)
+    model = read_model(engine.model, engine.dtype, engine.quantization_options, engine.mmproj)
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
     is_packed = model.quantization.method in CHECKPOINT_METHODS  # elements of its files are no parameters
     num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder)

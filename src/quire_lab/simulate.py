@@ -110,7 +110,7 @@ def simulate(
         )
     if engine.speculation is not None:
         raise ConfigError("speculative decoding is not simulated; leave out speculative_config and spec_method")
-    model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options), device.machine
+    model, hardware = read_model(engine.model, engine.dtype, engine.quantization_options, engine.mmproj), device.machine
     found = device.plan(model, engine)
     items, due_s = load.requests(model.spec.vocab_size, engine.seed)
     cost = device.cost(model, engine, found)

@@ -17,9 +17,10 @@ from quire.core.image_processing import (
     ImageSettings,
     as_rgb,
     decoded,
+    image_settings,
     pixel_values,
     prepared,
-    read_image_settings,
+    read_processor,
 )
 
 SETTINGS = ImageSettings("llava", 7, 14, "crop", 28, 28, 3, 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 28)
@@ -52,8 +53,8 @@ def folder_with(folder: Path, settings: dict[str, Any], name: str = "preprocesso
 
 
 def read(folder: Path, image_size: int, num_extra: int = 0) -> ImageSettings:
-    return read_image_settings(
-        folder, "llava", image_token_id=7, image_size=image_size, patch_size=14, num_extra=num_extra
+    return image_settings(
+        *read_processor(folder), "llava", image_token_id=7, image_size=image_size, patch_size=14, num_extra=num_extra
     )
 
 
@@ -94,7 +95,8 @@ def test_pixels_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     processor = transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
     processor.save_pretrained(tmp_path)
-    settings = read_image_settings(tmp_path, "gemma3", image_token_id=7, image_size=56, patch_size=14, pool=2)
+    sizes = {"image_token_id": 7, "image_size": 56, "patch_size": 14, "pool": 2}
+    settings = image_settings(*read_processor(tmp_path), "gemma3", **sizes)
     for number, (width, height) in enumerate([(1, 1), (56, 56), (90, 31), (17, 200)]):
         image = noise(width, height, MODES[number % 4], seed=number)
         expected = np.asarray(processor(image, return_tensors="np", do_convert_rgb=True)["pixel_values"][0])
@@ -102,9 +104,9 @@ def test_pixels_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
     assert settings.num_tokens(prepared(as_rgb(image), settings).grid) == 4
     folder_with(tmp_path, {"do_pan_and_scan": True})
     with pytest.raises(ModelError, match="do_pan_and_scan must be false, got True"):
-        read_image_settings(tmp_path, "gemma3", image_token_id=7, image_size=224, patch_size=14)
+        image_settings(*read_processor(tmp_path), "gemma3", image_token_id=7, image_size=224, patch_size=14)
     with pytest.raises(ModelError, match="images of a mllama are not read"):
-        read_image_settings(tmp_path, "mllama", image_token_id=7, image_size=224, patch_size=14)
+        image_settings(*read_processor(tmp_path), "mllama", image_token_id=7, image_size=224, patch_size=14)
 
 
 @pytest.mark.parametrize("mode", MODES)

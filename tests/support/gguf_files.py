@@ -30,12 +30,13 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, St
     """Write a file. Integers are written as uint32, floats as float32, lists of strings, floats and int32 as arrays."""
     header = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), len(metadata))
     header += b"".join(_string(key) + _value(value) for key, value in metadata.items())
-    data = b""
+    data, size = [], 0
     for name, (kind, shape, stored) in tensors.items():
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        header += _string(name) + dims + struct.pack("<IQ", TYPE_IDS.get(kind, 99), len(data))
-        data += stored + bytes(-len(stored) % ALIGNMENT)
-    path.write_bytes(header + bytes(-len(header) % ALIGNMENT) + data)
+        header += _string(name) + dims + struct.pack("<IQ", TYPE_IDS.get(kind, 99), size)
+        data.append(stored + bytes(-len(stored) % ALIGNMENT))
+        size += len(data[-1])
+    path.write_bytes(b"".join((header, bytes(-len(header) % ALIGNMENT), *data)))
     return path
 
 
@@ -382,3 +383,99 @@ def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Pat
     save_file(tensors, twin / "model.safetensors")
     (twin / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
     return twin
+
+
+# --- encoders of images -----------------------------------------------------------------------------------------------
+
+
+def write_with_projector(folder: Path, target: Path, quantize: Quantize = as_is) -> tuple[Path, Path]:
+    """Write a LLaVA 1.5 or Gemma 3 as llama.cpp's two files, of its text model and of its encoder; return both.
+
+    `target`: an empty folder, which is given a folder of the text model, too.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    family = config["model_type"]
+    architecture = {"llava": "LlamaForCausalLM", "gemma3": "Gemma3ForCausalLM"}[family]
+    (target / "config.json").write_text(json.dumps(config["text_config"] | {"architectures": [architecture]}))
+    tensors, prefix = load_file(folder / "model.safetensors"), "language_model."
+    text = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+    save_file(text, target / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            (target / name).write_text((folder / name).read_text())
+    own = {  # transformers 5 leaves a part of the published names out
+        re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): each
+        for name, each in tensors.items()
+        if not name.startswith(prefix)
+    }
+    metadata, stored = (_llava_projector if family == "llava" else _gemma3_projector)(config, own, quantize)
+    changes = {"gemma3.attention.sliding_window_pattern": None}  # files have none
+    return (
+        convert(target, target / "text.gguf", quantize, **changes),
+        write_gguf(target / "mmproj.gguf", metadata, stored),
+    )
+
+
+def _projector_metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    vision = config["vision_config"]
+    sizes = {
+        "image_size": vision["image_size"], "patch_size": vision["patch_size"],
+        "embedding_length": vision["hidden_size"], "feed_forward_length": vision["intermediate_size"],
+        "attention.head_count": vision["num_attention_heads"],
+        "attention.layer_norm_epsilon": vision["layer_norm_eps"],
+    }  # fmt: skip
+    return {
+        "general.architecture": "clip", "general.alignment": ALIGNMENT, "clip.has_vision_encoder": True,
+        "clip.projector_type": kind, **{f"clip.vision.{key}": value for key, value in sizes.items()},
+    }  # fmt: skip
+
+
+def _llava_projector(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], quantize: Quantize
+) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return what tools/mtmd/legacy-models/convert_image_encoder_to_gguf.py of llama.cpp writes."""
+    vision = config["vision_config"]
+    num_layers = vision["num_hidden_layers"] - 1
+    metadata = _projector_metadata(config, "mlp") | {
+        "clip.has_text_encoder": False, "clip.has_llava_projector": True,
+        "clip.vision.projection_dim": vision["projection_dim"], "clip.vision.block_count": num_layers,
+        "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
+        "clip.use_gelu": vision["hidden_act"] == "gelu",
+    }  # fmt: skip
+    stored = {}
+    changes = (
+        ("multi_modal_projector.linear_1", "mm.0"), ("multi_modal_projector.linear_2", "mm.2"), ("vision_tower.", ""),
+        ("vision_model", "v"), ("encoder.layers", "blk"), ("embeddings.", ""), ("_proj", ""), ("self_attn.", "attn_"),
+        ("layer_norm", "ln"), ("mlp.fc1", "ffn_down"), ("mlp.fc2", "ffn_up"), ("embedding", "embd"),
+        ("layrnorm", "ln"),
+    )  # fmt: skip
+    for name, tensor in tensors.items():
+        if "post_layernorm" in name or f"layers.{num_layers}." in name:
+            continue
+        renamed = name
+        for old, new in changes:
+            renamed = renamed.replace(old, new)
+        stored[renamed] = quantize(renamed, tensor.squeeze())
+    return metadata, stored
+
+
+def _gemma3_projector(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], quantize: Quantize
+) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return what conversion/gemma.py of llama.cpp writes."""
+    import gguf
+
+    vision = config["vision_config"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision["num_hidden_layers"])
+    pool = vision["image_size"] // vision["patch_size"] // int(config["mm_tokens_per_image"] ** 0.5)
+    metadata = _projector_metadata(config, "gemma3") | {
+        "clip.vision.projection_dim": config["text_config"]["hidden_size"],
+        "clip.vision.block_count": vision["num_hidden_layers"], "clip.use_gelu": True,
+        "clip.vision.image_mean": [0.5, 0.5, 0.5], "clip.vision.image_std": [0.5, 0.5, 0.5],
+    } | ({} if pool == 4 else {"clip.vision.projector.scale_factor": pool})  # fmt: skip
+    stored = {}
+    for name, tensor in tensors.items():
+        renamed = names.get_name(name.replace("_weight", ".weight"), (".weight", ".bias"))
+        stored[renamed] = quantize(renamed, tensor + 1 if "soft_emb_norm" in name else tensor)
+    return metadata, stored

@@ -90,18 +90,16 @@ _IGNORED = frozenset((
 ))  # fmt: skip
 
 
-def read_image_settings(
-    folder: Path, family: str, *, image_token_id: int, image_size: int, patch_size: int, pool: int = 1,
-    num_extra: int = 0,
+def image_settings(
+    where: str, processor: Mapping[str, Any], family: str, *, image_token_id: int, image_size: int, patch_size: int,
+    pool: int = 1, num_extra: int = 0,
 ) -> ImageSettings:  # fmt: skip
-    """Return the settings of a model folder, for an encoder of square images.
+    """Return the settings of a processor, by the keys of its file `where`, for an encoder of square images.
 
-    ModelError names a file that is missing, and a setting that is unknown and may change pixels.
+    ModelError names a setting that is unknown and may change pixels.
     """
     if family not in _DEFAULTS:
-        raise ModelError(f"{folder}: images of a {family} are not read")
-    name, processor = _processor(folder)
-    where = f"{folder}/{name}"
+        raise ModelError(f"{where}: images of a {family} are not read")
     given = {**_DEFAULTS[family], **{key: value for key, value in processor.items() if value is not None}}
     target, shortest = _size(where, given)
     settings = ImageSettings(
@@ -127,16 +125,16 @@ def read_image_settings(
     return settings
 
 
-def _processor(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the settings of the image processor, and the file that holds them."""
+def read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the file of a model folder with the settings of its image processor, and them. ModelError for none."""
     for name in PROCESSOR_FILES:
         if (folder / name).exists():
-            values = read_json_object(folder, name)
+            values, where = read_json_object(folder, name), f"{folder}/{name}"
             own = values.get("image_processor")
             if name != PROCESSOR_FILES[0]:
-                return name, values
+                return where, values
             if isinstance(own, dict):
-                return name, own
+                return where, own
     raise ModelError(f"{folder}: no {' or '.join(reversed(PROCESSOR_FILES))} with the settings of images")
 
 

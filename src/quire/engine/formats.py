@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from quire.core.errors import ModelError
+from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import is_gguf, read_json_object
 from quire.core.pooling import FoundPooler, Runner
 from quire.formats import pooler
@@ -42,11 +42,18 @@ class Format:
     tokenizer_loader: Callable[[Path], "Callable[[], Tokenizer] | None"] | None = None
 
 
-def read_source(path: Path, load_format: str = "auto") -> ModelSource:
+def read_source(path: Path, load_format: str = "auto", mmproj: str | None = None) -> ModelSource:
     """Read the config of the folder or file that `resolve_model` has found; its weights are as `load_format` says.
 
-    Raises ModelError for a folder or file that is no model of a known family, and names what is wrong.
+    mmproj: the file of an encoder of images beside a GGUF file. Raises ModelError for a folder or file that is no model
+    of a known family, and names what is wrong; ConfigError for an encoder beside a folder.
     """
+    if mmproj is not None:
+        if not is_gguf(path):
+            raise ConfigError(f"mmproj {mmproj!r} is for a model in a GGUF file; {path} has its own encoder, or none")
+        from quire.formats.gguf.gguf_source import read_gguf  # noqa: PLC0415
+
+        return read_gguf(path, Path(mmproj).expanduser())
     if load_format == "dummy":
         from quire.model.checkpoints.dummy_weights import read_dummy  # noqa: PLC0415
 

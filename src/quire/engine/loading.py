@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.arrays import FLOAT32, dtype_name
 from quire.core.errors import ConfigError, ModelError
-from quire.core.image_processing import ImageSettings, read_image_settings
+from quire.core.image_processing import ImageSettings, image_settings
 from quire.core.kv_identity import KVIdentity
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
@@ -30,6 +30,7 @@ from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import Ranks, Shard, check_shardable
+from quire.model.source import ModelSource
 from quire.model.spec import DecoderSpec, VisionSpec
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def load(
     this rank's part of the model is loaded. `attention`: what `attention_backend` names, in place of Triton's.
     `must_write`: OSError where packed weights cannot be written.
     """
-    source = read_source(folder, options.load_format)
+    source = read_source(folder, options.load_format, options.mmproj)
     spec, sampling, ends = source.spec, sampling_defaults(options, folder), eos_token_ids(
         options, source.path, source.spec.vocab_size, source.eos_token_ids
     )
@@ -118,16 +119,17 @@ def load(
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
         model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates,
-        None if spec.vision is None else _image_settings(folder, spec.vision),
+        None if spec.vision is None else _image_settings(source, spec.vision),
     )
 
 
-def _image_settings(folder: Path, vision: VisionSpec) -> ImageSettings | None:
+def _image_settings(source: ModelSource, vision: VisionSpec) -> ImageSettings | None:
     """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
     try:
-        return read_image_settings(
-            folder, vision.family, image_token_id=vision.image_token_id, image_size=vision.image_size,
-            patch_size=vision.patch_size, pool=vision.pool, num_extra=int(vision.keeps_class_token),
+        return image_settings(
+            *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+            image_size=vision.image_size, patch_size=vision.patch_size, pool=vision.pool,
+            num_extra=int(vision.keeps_class_token),
         )  # fmt: skip
     except ModelError as error:
         log.warning("images of requests are refused: %s", error)
@@ -138,10 +140,11 @@ def packed_place(options: EngineOptions, back_end: str, *, must_write: bool) -> 
     """Return where packed weights are; None: there are none. ConfigError where they are not served."""
     if options.packed_weights is None:
         return None
-    if back_end != "cpp" or options.tensor_parallel_size > 1:
+    if back_end != "cpp" or options.tensor_parallel_size > 1 or options.mmproj is not None:
         reason = (
-            f"tensor_parallel_size {options.tensor_parallel_size} packs parts of weights" if back_end == "cpp"
-            else f"the back end {back_end} does not pack weights like that"
+            f"the back end {back_end} does not pack weights like that" if back_end != "cpp"
+            else f"mmproj {options.mmproj!r} is a second file, which is not packed" if options.mmproj is not None
+            else f"tensor_parallel_size {options.tensor_parallel_size} packs parts of weights"
         )  # fmt: skip
         raise ConfigError(f"packed_weights {options.packed_weights!r}: {reason}; leave it out")
     from quire.model.packed_weights import PackedPlace  # noqa: PLC0415 (of the C++ back end alone)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quire.core.errors import ModelError
+from quire.core.image_processing import read_processor
 from quire.model.config import eos_token_ids, read_config, resolved_dtype, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.quantization import CONFIG_KEYS, Quantization, QuantizationOptions, resolve
@@ -44,6 +45,9 @@ class ModelSource(Protocol):
         quantization: as `quantization` returned it. Raises ModelError for files that are broken.
         """
 
+    def image_processor(self) -> tuple[str, Mapping[str, object]]:
+        """Return the file with the settings of the model's processor of images, and them. ModelError for none."""
+
 
 @dataclass(frozen=True, slots=True)
 class FolderSource:
@@ -72,6 +76,10 @@ class FolderSource:
         from quire.model.weight_format import tensors_of_floats  # noqa: PLC0415
 
         return tensors_of_floats(SafetensorsCheckpoint(self.path), quantization)
+
+    def image_processor(self) -> tuple[str, Mapping[str, object]]:
+        """Return the settings of processor_config.json or preprocessor_config.json."""
+        return read_processor(self.path)
 
 
 def read_folder(path: Path) -> FolderSource:

@@ -113,7 +113,7 @@ def serve(
 @with_flag_groups
 def calibrate(engine: EngineOptions, run: RunFlags) -> None:
     """Time steps of many sizes, and make of them the hardware that `quire simulate` takes (--json)."""
-    model = read_model(engine.model, engine.dtype, engine.quantization_options)
+    model = read_model(engine.model, engine.dtype, engine.quantization_options, engine.mmproj)
     if model.quantization != UNQUANTIZED:
         raise ConfigError(f"a machine is calibrated with unquantized weights, got {model.quantization}")
     longest = min(engine.batched_tokens(), (engine.max_model_len or model.spec.default_positions) - 1)

@@ -86,8 +86,12 @@ class FoundModel(NamedTuple):
     quantization: Quantization = UNQUANTIZED
 
 
-def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions | None = None) -> FoundModel:
+def read_model(
+    name: str | None, dtype: str = "auto", asked: QuantizationOptions | None = None, mmproj: str | None = None
+) -> FoundModel:
     """Return a model of this module by its name, or one that `quire serve` takes: of a hub id its JSON files alone.
+
+    mmproj: the file of an encoder of images beside a GGUF file.
 
     Raises ModelError for what is none of them, ConfigError for a quantization that contradicts the model's.
     """
@@ -95,7 +99,7 @@ def read_model(name: str | None, dtype: str = "auto", asked: QuantizationOptions
     if name in CONFIGS:
         config, found = CONFIGS[name], resolve(asked, name)
         return FoundModel(name, spec_from_config(config, name), resolved_dtype(dtype, config, name), None, found)
-    source = read_source(resolve_model(name, files=("*.json",)))
+    source = read_source(resolve_model(name, files=("*.json",)), mmproj=mmproj)
     found = source.quantization(asked)
     return FoundModel(name or source.path.name, source.spec, source.dtype(dtype), source.path, found)
 

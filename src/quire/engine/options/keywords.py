@@ -26,6 +26,7 @@ class EngineSettings(VllmSettings, total=False):
     tokenizer_revision: str | None
     model_impl: Literal["auto", "quire", "transformers"]
     load_format: Literal["auto", "dummy"]
+    mmproj: str | None
     skip_tokenizer_init: bool
     runner: Literal["auto", "generate", "pooling"]
     chat_template: str | None

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_KNOWN_IMAGES = 1 << 16      # 12 MB
+GEMMA3_ENDS = (("boi_token", "<start_of_image>"), ("eoi_token", "<end_of_image>"))  # GGUF files do not name them
 _ANCHOR = "a"
 
 
@@ -59,10 +60,10 @@ class ImagePrompts:
         self.settings = settings
         soft = _special(tokenizer, settings.image_token_id)
         if settings.family == "gemma3":
-            begin, end = (tokenizer.named_tokens.get(f"{name}_token", "") for name in ("boi", "eoi"))
+            begin, end = (tokenizer.named_tokens.get(name, text) for name, text in GEMMA3_ENDS)
             begin_id = tokenizer.token_id(begin)
             if begin_id is None or tokenizer.token_id(end) is None:
-                raise ModelError("the tokenizer of a Gemma 3 must have a boi_token and an eoi_token")
+                raise ModelError(f"the tokenizer of a Gemma 3 must have a boi_token {begin} and an eoi_token {end}")
             self.marks = ImageMarks(begin, f"\ue000{secrets.token_hex(8)}:", soft)
             self._text = f"\n\n{begin}{soft}{end}\n\n"
         else:

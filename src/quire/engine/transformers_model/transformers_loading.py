@@ -203,6 +203,7 @@ def check_options(options: EngineOptions) -> None:
         "runner": options.runner == "pooling",
         "load_format": options.load_format == "dummy",
         "packed_weights": options.packed_weights is not None,
+        "mmproj": options.mmproj is not None,
         "hf_overrides": bool(options.hf_overrides),
         "speculative_config with a draft model": (
             options.speculation is not None and options.speculation.method == "draft_model"

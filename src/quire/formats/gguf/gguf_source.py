@@ -1,10 +1,11 @@
 """Model source of a GGUF file, and its tokenizer. Loads no torch."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quire.core.errors import ModelError
 from quire.formats.gguf.gguf_config import (
     gguf_eos_token_ids,
     permuted_tensors,
@@ -14,7 +15,8 @@ from quire.formats.gguf.gguf_config import (
     with_single_experts,
 )
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_weights import gguf_quantization, open_gguf
+from quire.formats.gguf.gguf_projector import RAISED, Projector, read_projector
+from quire.formats.gguf.gguf_weights import GGUFCheckpoint, TwoFiles, gguf_quantization, open_gguf
 from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
@@ -24,11 +26,12 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class GGUFSource:
-    """A `ModelSource` of a file. `config` has the keys of config.json."""
+    """A `ModelSource` of a file. `config` has the keys of config.json. `projector`: of images, in its own file."""
 
     file: GGUFFile
     config: dict[str, object]
     spec: DecoderSpec
+    projector: Projector | None = None
 
     @property
     def path(self) -> Path:
@@ -47,17 +50,33 @@ class GGUFSource:
         return gguf_eos_token_ids(self.file, self.spec.vocab_size)
 
     def open_tensors(self, quantization: Quantization) -> StoredTensors:
-        """Return the tensors of the file."""
+        """Return the tensors of the file, and of that of the encoder of images."""
         permuted, raised = permuted_tensors(self.spec, self.file), raised_tensors(self.file)
-        return open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
+        stored = open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
+        if self.projector is None:
+            return stored
+        return stored._replace(checkpoint=TwoFiles(stored.checkpoint, GGUFCheckpoint(self.projector.file, {}, RAISED)))
+
+    def image_processor(self) -> tuple[str, Mapping[str, object]]:
+        """Return the settings of the processor of images that the encoder's file describes."""
+        if self.projector is None:
+            raise ModelError(f"{self.path}: images need the file of an encoder (mmproj)")
+        return str(self.projector.file.path), self.projector.processor
 
 
-def read_gguf(path: Path) -> GGUFSource:
-    """Read the metadata of a file. ModelError names the key or tensor that is missing, wrong or not supported."""
+def read_gguf(path: Path, projector: Path | None = None) -> GGUFSource:
+    """Read the metadata of a file, and that of the file of an encoder of images.
+
+    ModelError names the key or tensor that is missing, wrong or not supported.
+    """
     file = GGUFFile(path)
     file.tensors = with_single_experts(file)
     config = read_gguf_config(file)
-    return GGUFSource(file, config, with_gguf_weights(spec_from_config(config, str(path)), file))
+    spec = with_gguf_weights(spec_from_config(config, str(path)), file)
+    if projector is None:
+        return GGUFSource(file, config, spec)
+    found = read_projector(projector, spec, file)
+    return GGUFSource(file, config, replace(spec, vision=found.vision), found)
 
 
 def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:

@@ -33,7 +33,7 @@ from quire.formats.gguf.blocks import (
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.kernels.conversion import converted
 from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, STRIP_ROWS, LinearWeight, Table, WeightPortions
-from quire.model.checkpoints.tensor_reader import TensorReader, require_tensor
+from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, require_tensor
 from quire.model.quantization import (
     Activations,
     Quantization,
@@ -254,6 +254,34 @@ class GGUFCheckpoint:
         if self._bytes_read > RESIDENT_BYTES:
             self._file.map.madvise(mmap.MADV_DONTNEED)
             self._bytes_read = num_bytes
+
+
+class TwoFiles:
+    """A `Checkpoint` of the tensors of a model and, under other names, of its encoder of images."""
+
+    def __init__(self, model: Checkpoint, encoder: Checkpoint) -> None:
+        self._owners = dict.fromkeys(encoder.names, encoder) | dict.fromkeys(model.names, model)
+        self._place = f"{model.location()} and {encoder.location()}"
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._owners.keys()
+
+    def location(self, name: str | None = None) -> str:
+        """Return the file of a tensor, or without a name both."""
+        return self._place if name is None else self._owners[name].location(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._owners[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of what `read` returns."""
+        return self._owners[name].dtype(name)
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of a tensor."""
+        return self._owners[name].read(name, start, stop)
 
 
 def stored_rows(rows: Array, head_dim: int) -> Array:

@@ -53,9 +53,7 @@ SKIPPED = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_
 def gemma3(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Gemma 3 of 4B and more: SigLIP, and tokens of one image that see each other."""
     spec = _within(gemma3_text(_text(config, GEMMA3_SIZES)))
-    if not config.has("vision_config"):
-        return spec
-    return replace(spec, vision=_gemma3_vision(config, _tower(config, SIGLIP_SIZES), spec))
+    return replace(spec, vision=vision_of("gemma3", config, spec)) if config.has("vision_config") else spec
 
 
 def mistral3(config: ConfigReader) -> DecoderSpec:
@@ -75,7 +73,14 @@ def llava(config: ConfigReader) -> DecoderSpec:
     tower = config.nested("vision_config", config.section("vision_config"))
     if tower.raw("model_type") not in (None, CLIP):
         return spec
-    return replace(spec, vision=_llava_vision(config, _tower(config, CLIP_SIZES), spec))
+    return replace(spec, vision=vision_of("llava", config, spec))
+
+
+def vision_of(family: str, config: ConfigReader, spec: DecoderSpec) -> VisionSpec:
+    """Return the encoder of a family that a config describes, beside a decoder."""
+    if family == "llava":
+        return _llava_vision(config, _tower(config, CLIP_SIZES), spec)
+    return _gemma3_vision(config, _tower(config, SIGLIP_SIZES), spec)
 
 
 def _llava_vision(config: ConfigReader, clip: ConfigReader, spec: DecoderSpec) -> VisionSpec:
