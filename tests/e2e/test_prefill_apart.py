@@ -1,9 +1,12 @@
 """Prefill apart from decoding, whole: servers of each role, answers to the bit, errors, and ends in each phase."""
 
+import itertools
 import os
+import random
 import signal
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ import httpx
 import pytest
 
 from quire.kernels.cpp.isas import usable_isas
+from support.fuzz_seeds import first_seed
 from support.server import ServerProcess, running_server, wait_until
+from support.stopping import stopped
 
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
@@ -258,3 +263,137 @@ def test_processes_that_end_in_any_phase_cost_computing_and_no_block(tmp_path: P
             assert waiting.result().json()["choices"] == expected
             assert ask(consumer, salted | {"cache_salt": "3"})["choices"] == expected, "nothing listens there"
             wait_until(lambda: value(consumer, "quire:kv_blocks", state="used") == 0)
+
+
+def is_settled(server: ServerProcess) -> bool:
+    """Return whether a server has no request, holds no block, and keeps none."""
+    names = "quire:kv_transfer_held_blocks", "vllm:num_requests_running", "vllm:num_requests_waiting"
+    return not value(server, "quire:kv_blocks", state="used") and not any(value(server, name) for name in names)
+
+
+@contextmanager
+def routing(producer: ServerProcess, consumer: ServerProcess) -> Iterator[ServerProcess]:
+    """Run a router that sends all completions to both."""
+    flags = ["--prefill", producer.url, "--decode", consumer.url, "--prefill-least-bytes", "0"]
+    with running_server(*flags, entry=ROUTE) as router:
+        yield router
+
+
+@contextmanager
+def held(server: ServerProcess) -> Iterator[None]:
+    """Stop a server and its engine."""
+    with stopped(server.pid), stopped(server.engine_pid()):
+        yield
+
+
+def test_router_and_servers_that_end_or_stop_in_any_phase_cost_no_token_and_no_block(tmp_path: Path) -> None:
+    body, salts = BODY | {"seed": 3, "n": 2, "temperature": 0.9}, itertools.count()
+
+    def submit(router: ServerProcess) -> Future[httpx.Response]:
+        return threads.submit(router.post, "/v1/completions", body | {"cache_salt": str(next(salts))})
+
+    def has_one(server: ServerProcess) -> bool:
+        return value(server, "vllm:num_requests_waiting") == 1
+
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor())
+        producer = stack.enter_context(producing(tmp_path, 15005, "--kv-lease-duration", "1"))
+        consumer = stack.enter_context(consuming(tmp_path, [15005]))
+        expected = ask(consumer, body)["choices"]
+
+        def is_right(answer: Future[httpx.Response]) -> bool:
+            found = answer.result()
+            return found.status_code == 200 and found.json()["choices"] == expected
+
+        def settle() -> None:
+            wait_until(lambda: is_settled(producer) and is_settled(consumer))
+
+        with routing(producer, consumer) as router:
+            before = fetched(consumer)
+            assert is_right(submit(router))
+            assert fetched(consumer) == before + 96
+            with held(producer):                                # the consumer computes
+                assert is_right(submit(router))
+            settle()
+            with held(consumer):                                # none is left: an error
+                assert submit(router).result().json()["error"]["code"] == "decode_unreached"
+            settle()
+            with stopped(producer.engine_pid()):                # the router, until the ticket is over
+                answer = submit(router)
+                wait_until(lambda: has_one(producer))
+                router.signal(signal.SIGSTOP)
+            made = value(producer, "quire:kv_transfer_tickets_total", state="made")
+            wait_until(lambda: is_settled(producer))
+            assert made >= 2
+            router.signal(signal.SIGCONT)
+            assert is_right(answer)
+            settle()
+            with stopped(producer.engine_pid()):
+                answer = submit(router)
+                wait_until(lambda: has_one(producer))
+                router.signal(signal.SIGKILL)
+                assert isinstance(answer.exception(), httpx.TransportError)
+            settle()
+        with routing(producer, consumer) as router:
+            with stopped(consumer.engine_pid()):
+                answer = submit(router)
+                wait_until(lambda: has_one(consumer))
+                router.signal(signal.SIGKILL)
+                assert isinstance(answer.exception(), httpx.TransportError)
+            settle()
+        with routing(producer, consumer) as router:
+            with stopped(producer.engine_pid()):
+                answer = submit(router)
+                wait_until(lambda: has_one(producer))
+                producer.signal(signal.SIGKILL)
+                assert is_right(answer)
+            wait_until(lambda: is_settled(consumer))
+            with stopped(consumer.engine_pid()):
+                answer = submit(router)
+                wait_until(lambda: has_one(consumer))
+                consumer.signal(signal.SIGKILL)
+                assert answer.result().json()["error"]["code"] == "decode_unreached"
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+def test_no_block_is_lost_over_many_requests_through_the_router(tmp_path: Path) -> None:
+    """As many as QUIRE_FUZZ_STEPS: a tenth of the clients goes early, and engines are stopped for a moment."""
+    num_requests = int(os.environ.get("QUIRE_FUZZ_STEPS") or 400)
+    rng, going = random.Random(first_seed()), httpx.Timeout(120)
+    bodies: list[Json] = [
+        {"prompt": [3 + rng.randrange(280) for _ in range(rng.randrange(20, 70))], "max_tokens": rng.randrange(1, 5),
+         "ignore_eos": True, "seed": rng.randrange(9), "n": rng.choice([1, 1, 3]), "temperature": 1}
+        for _ in range(40)
+    ]  # fmt: skip
+    with ExitStack() as stack:
+        producer = stack.enter_context(producing(tmp_path, 15006, "--kv-lease-duration", "1"))
+        consumer = stack.enter_context(consuming(tmp_path, [15006]))
+        router = stack.enter_context(routing(producer, consumer))
+        client, threads = stack.enter_context(httpx.Client(timeout=going)), stack.enter_context(ThreadPoolExecutor(4))
+        expected = [ask(consumer, body)["choices"] for body in bodies]
+
+        def one(number: int, timeout_s: float) -> int:
+            chosen = number % len(bodies)
+            try:
+                found = client.post(
+                    router.url + "/v1/completions", json=bodies[chosen] | {"cache_salt": str(number)}, timeout=timeout_s
+                )
+            except httpx.TimeoutException:
+                assert timeout_s < 1
+                return 0
+            assert found.status_code == 200, found.text
+            assert found.json()["choices"] == expected[chosen]
+            return 1
+
+        patience_s = [0.01 * rng.random() if rng.random() < 0.1 else 120 for _ in range(num_requests)]
+        asked = [threads.submit(one, *each) for each in enumerate(patience_s)]
+        while not all(each.done() for each in asked):
+            with stopped(rng.choice([producer, consumer]).engine_pid()):
+                time.sleep(0.05)
+            time.sleep(1.0)
+        num_answered = sum(each.result() for each in asked)
+        assert num_answered > 0.8 * num_requests
+        wait_until(lambda: is_settled(producer) and is_settled(consumer))
+        assert fetched(consumer) > 0
+        print(f"{num_answered} of {num_requests} answered, {fetched(consumer):.0f} tokens fetched")

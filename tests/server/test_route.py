@@ -4,7 +4,8 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from quire.cli.route import check_urls
 from quire.core.errors import ConfigError
+from quire.server.route import MAX_MISSES
 from support.server import ServerProcess, wait_until
 
 Json = dict[str, Any]
@@ -62,7 +64,8 @@ class Stub:
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[tuple[str, Json, str | None]] = []
-        asked = self.asked
+        self.num_probes = 0     # of its health
+        stub, asked = self, self.asked
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -73,6 +76,7 @@ class Stub:
                 answer(self, body)
 
             def do_GET(self) -> None:
+                stub.num_probes += self.path == "/health"
                 says({"path": self.path})(self, {})
 
             def log_message(self, *_: object) -> None:
@@ -169,6 +173,39 @@ def test_answer_does_not_fail_for_want_of_a_prefill_server(closed: str) -> None:
                 assert count(router, way) == 1
                 assert decode.asked[0][1] == {"prompt": "a"}
         assert [len(each.asked) for each in (down, gone, refusing, silent)] == [1] * 4
+
+
+def test_servers_that_give_no_sign_are_given_up_before_they_answer() -> None:
+    """A listener that never accepts is what a stopped process looks like."""
+    with ExitStack() as held:
+        stopped = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        silent = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in stopped]
+        prefill, decode = held.enter_context(stubs(says({"kv_transfer_params": PARAMS}), says({"ok": 1})))
+        with routing([silent[0], prefill.url], [silent[1], decode.url]) as router:
+            assert router.post("/v1/completions", {"prompt": "a"}).json() == {"ok": 1}
+            assert decode.asked[0][1]["kv_transfer_params"] == PARAMS
+            assert count(router, "apart") == 1
+        with routing([silent[0]], [silent[1], silent[2]]) as router:
+            answer = router.post("/v1/completions", {"prompt": "a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "decode_unreached")
+            assert "it gives no sign" in answer.json()["error"]["message"]
+            assert count(router, "not_reached") == 1
+
+
+def test_slow_answer_of_a_healthy_server_is_waited_for() -> None:
+    may_answer = threading.Event()
+
+    def answers_late(handler: BaseHTTPRequestHandler, body: Json) -> None:
+        assert may_answer.wait(60)
+        says({"ok": 2})(handler, body)
+
+    with stubs(says({}, 400), answers_late) as (prefill, decode), routing(
+        [prefill.url], [decode.url]
+    ) as router, ThreadPoolExecutor() as threads:
+        waiting = threads.submit(router.post, "/v1/completions", {"prompt": "a"})
+        wait_until(lambda: decode.num_probes > MAX_MISSES)
+        may_answer.set()
+        assert waiting.result().json() == {"ok": 2}
 
 
 def test_decode_servers_that_end_are_a_clear_error(closed: str) -> None:

@@ -4,15 +4,18 @@ A long request for a completion goes to a prefill server first, for one token an
 decode server, which answers the client. Where no prefill server can be reached, the decode server computes the
 prompt, and the request is counted: an answer never fails for want of a prefill server. All other requests go to a
 decode server as they came. Keys pass through to the servers, which check them.
+
+A server that has a request and has not begun to answer is asked for its health now and then. One that gives no sign,
+such as a process that is stopped, is given up: the request goes to another one, as if it had not been reached.
 """
 
 import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
+PROBE_PAUSE_S = 1.0             # between two questions for the health of a server that has not begun to answer
+MAX_MISSES = 3                  # of those in a row without a good answer; then it is given up
 MAX_ANSWER_BYTES = 1 << 20      # a prefill server answers with one token
 WAYS = ("apart", "short", "not_reached", "refused")
 _ASKED = {
@@ -37,6 +42,13 @@ _ASKED = {
 }  # fmt: skip
 # Fields of the answer, and what a single token has no room for.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "deadline_ms")
+
+
+T = TypeVar("T")
+
+
+class NoSignError(OSError):
+    """A server has a request, and gives no sign."""
 
 
 class RoutedServer:
@@ -141,6 +153,21 @@ class RouteApp:
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
+    async def _watched(
+        self, target: RoutedServer, asking: Coroutine[None, None, T], has_begun: Callable[[], bool] = lambda: False
+    ) -> T:
+        """Return what a request to a server gives. NoSignError, unless its answer `has_begun`, if it gives no sign."""
+        task, num_missed = asyncio.create_task(asking), 0
+        try:
+            while not (await asyncio.wait((task,), timeout=PROBE_PAUSE_S))[0]:
+                num_missed = 0 if has_begun() or await self._is_ready(target) else num_missed + 1
+                if num_missed >= MAX_MISSES and not has_begun() and not task.done():
+                    raise NoSignError("it gives no sign")
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait((task,))
+
     async def _post(self, scope: Scope, body: bytes, sender: Reply) -> None:
         if scope["path"] not in PATHS:
             await self._decode_only(scope, body, sender)
@@ -171,11 +198,10 @@ class RouteApp:
         for target in sorted(self._prefill, key=lambda each: each.num_open)[:2]:
             try:
                 with target.opened():
-                    url = target.url + scope["path"]
-                    async with self.session.post(url, data=body, headers=headers) as response:
-                        if response.status >= 500 or response.status == 429:
-                            continue
-                        answer, status = await _read(response), response.status
+                    asking = self._ask(target.url + scope["path"], body, headers)
+                    status, answer = await self._watched(target, asking)
+                if status >= 500 or status == 429:
+                    continue
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 log.warning("prefill server %s: %s", target.url, error)
                 continue
@@ -187,18 +213,24 @@ class RouteApp:
         self.counts["not_reached"] += 1
         return None
 
+    async def _ask(self, url: str, body: bytes, headers: list[tuple[str, str]]) -> tuple[int, bytes]:
+        """Return the status and the body of a prefill server's answer."""
+        async with self.session.post(url, data=body, headers=headers) as response:
+            return response.status, await _read(response)
+
     async def _decode_only(self, scope: Scope, body: bytes, sender: Reply) -> None:
         """Send a request to the decode server with the fewest open requests; to another if that is not reached."""
         last: Exception | None = None
         for target in sorted(self._decode, key=lambda each: each.num_open):
             try:
                 with target.opened():
-                    await relay(self.session, target.url, scope, body, sender)
+                    relaying = relay(self.session, target.url, scope, body, sender)
+                    await self._watched(target, relaying, lambda: sender.status is not None)
                 return
             except (aiohttp.ClientError, OSError) as error:
                 log.warning("decode server %s: %s", target.url, error)
                 last = error
-                if not isinstance(error, aiohttp.ClientConnectorError):
+                if not isinstance(error, aiohttp.ClientConnectorError | NoSignError):
                     break       # it may have begun to answer
         if sender.status is not None and sender.is_stream:
             failure = _unreached(last)
