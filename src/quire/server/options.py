@@ -247,6 +247,10 @@ class Limits:
         100, "sessions of a key that are saved at a time",
         row="saved sessions of one key, or of all clients without keys", **_REFUSED,
     )  # fmt: skip
+    max_session_saves: int = _count(
+        16, "sessions that are being saved, or wait for that",
+        row="sessions that are being saved at once, or wait for that", past="429 `server_overloaded`",
+    )  # fmt: skip
     max_saved_session_bytes: int = _size(
         16 << 30, "saved sessions of all keys on the disk", row="saved sessions of all keys on the disk", **_REFUSED
     )

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,25 @@ def test_saved_sessions_are_bounded(server: OpenAIServer, monkeypatch: pytest.Mo
         assert f"at most {most} " in error["message"]
         assert error["message"].endswith(f"({name})")
         assert server.http.delete(f"{SESSIONS}/saved/first").status_code == 200
+
+
+def test_saves_at_once_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them copies blocks between steps: the bound is reached, not passed, and free again afterwards."""
+    monkeypatch.setattr(server.service, "options", replace(server.service.options, max_session_saves=2))
+    path = f"{SESSIONS}/{server.ask(SESSIONS, prompt=TOKENS)['id']}/save"
+    with ThreadPoolExecutor() as threads:
+        with server.held():     # no save ends
+            saves = [threads.submit(server.http.post, path, json={"name": name}) for name in "abc"]
+            server.wait_until(lambda: any(each.done() for each in saves))
+        answers = sorted((each.result() for each in saves), key=lambda each: each.status_code)
+    assert [each.status_code for each in answers] == [200, 200, 429]
+    error = answers[2].json()["error"]
+    assert error["code"] == "server_overloaded"
+    assert error["message"].endswith("at most 2 may be at once (max_session_saves)")
+    assert answers[2].headers["retry-after"] == "1"
+    for name in "abc":
+        assert server.ask(path, name=name)["name"] == name
+        assert server.http.delete(f"{SESSIONS}/saved/{name}").status_code == 200
 
 
 def test_messages_of_a_session_are_bounded(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from quire.server.http.application import KEY_NUMBER, record_of
 from quire.server.service import Service
 
 MAX_OPEN_STORES = 4     # saved sessions that are restored at once
-MAX_SAVES = 16          # sessions that are being saved, or wait for that
 
 
 @dataclass(slots=True, eq=False)
@@ -201,8 +200,12 @@ class Sessions:
         It goes on when the caller is cancelled: the engine writes into the folder.
         """
         saved, name = self._folders(), check_name(name)
-        if self._num_saving >= MAX_SAVES:
-            message = f"{self._num_saving} sessions are being saved already, and at most {MAX_SAVES} may be at once"
+        most = self._service.options.max_session_saves
+        if self._num_saving >= most:
+            message = (
+                f"{self._num_saving} sessions are being saved already, and at most {most} may be at once "
+                "(max_session_saves)"
+            )
             retry = {"Retry-After": "1"}
             raise ApiError(429, message, type="rate_limit_error", code="server_overloaded", headers=retry)
         saving = asyncio.create_task(self._save_in_turn(saved, session, name), name="save a session")
