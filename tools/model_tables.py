@@ -40,9 +40,20 @@ CONFIG: dict[str, object] = {  # config.json of a model with vision
     **TEXT_CONFIG, "text_config": TEXT_CONFIG, "image_token_index": 63, "mm_tokens_per_image": 49,
     "vision_config": {"hidden_size": 64, "num_attention_heads": 4, "model_type": "clip_vision_model"},
 }
+OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architecture has in its place
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": TEXT_CONFIG | {"rope_parameters": {"mrope_section": [2, 3, 3]}}
+    },
+    "Qwen3VLForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": [8, 16]}},
+}
 Family = Callable[[ConfigReader], DecoderSpec]
 READ = {"num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"}  # options among the sizes
 SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - READ
+
+
+def config_of(architecture: str) -> ConfigReader:
+    """Return the config that the family of an architecture is run on."""
+    return ConfigReader(CONFIG | OWN_CONFIGS.get(architecture, {}), "config.json")
 
 
 class Recorded:
@@ -84,6 +95,8 @@ class Cases:
         "Gemma3": "Gemma3ForConditionalGeneration",
         "Llava": "LlavaForConditionalGeneration",
         "Mistral3": "Mistral3ForConditionalGeneration",
+        "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VL": "Qwen3VLForConditionalGeneration",
     }
 
     def __init__(self, file: str = "test_families.py", end: str = "ForCausalLM") -> None:
@@ -123,7 +136,7 @@ def _table(
     rows = []
     for key, family in known.items():
         with recording() as found:
-            family(ConfigReader(CONFIG, "config.json"))
+            family(config_of(key))
         options = [key for key in found.read if key not in SIZES and key not in found.refused]
         refused = "; ".join(f"`{key}`: {why}" for key, why in found.refused.items())
         what = re.split(r"(?<!et al)\. ", getdoc(family) or "")[0].removeprefix("Return the spec of ").rstrip(".")
@@ -162,7 +175,7 @@ def gguf_name(architecture: str) -> str | None:
 
 
 def _check_family(options: EngineOptions, architecture: str) -> None:
-    spec = FAMILIES[architecture](ConfigReader(CONFIG, "config.json"))
+    spec = FAMILIES[architecture](config_of(architecture))
     if options.tensor_parallel_size > 1:
         check_ranks(options, "cpp", spec)
     if options.kv_cache_dtype != "auto":
@@ -174,7 +187,7 @@ def _check_family(options: EngineOptions, architecture: str) -> None:
 
 def has_latents(architecture: str) -> bool:
     """Return whether a family has attention over latents."""
-    spec = FAMILIES[architecture](ConfigReader(CONFIG, "config.json"))
+    spec = FAMILIES[architecture](config_of(architecture))
     return any(isinstance(attention, LatentAttention) for attention in spec.attentions)
 
 

@@ -77,6 +77,7 @@ class LLM:
         generation_config: str | Path = "auto",
         override_generation_config: str | Mapping[str, Any] | None = None,
         hf_overrides: str | Mapping[str, Any] = "",
+        mm_processor_kwargs: str | Mapping[str, Any] = "",
         speculative_config: str | Mapping[str, Any] | None = None,
         structured_outputs_config: str | Mapping[str, Any] | None = None,
         **settings: Unpack[EngineSettings],
@@ -89,7 +90,8 @@ class LLM:
         options = EngineOptions(
             found, tokenizer=text, swap_dir=swap, kv_disk_dir=disk, generation_config=str(generation_config),
             override_generation_config=_as_json(override_generation_config), hf_overrides=_as_json(hf_overrides),
-            speculative_config=_as_json(speculative_config), **others,
+            speculative_config=_as_json(speculative_config), mm_processor_kwargs=_as_json(mm_processor_kwargs),
+            **others,
         )  # fmt: skip
         self._can_sleep, self._kv_disk_dir = options.enable_sleep_mode, options.kv_disk_dir
         if options.kv_events is not None:

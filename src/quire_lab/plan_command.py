@@ -138,8 +138,10 @@ def _exchanges(found: MemoryPlan) -> str:
 
 def _images(found: MemoryPlan) -> str:
     kv_bytes = format_bytes(found.image_tokens * found.kv_bytes_per_token)
+    which = f"of {found.image_size} pixels" if found.image_size else "each"
+    encoded = format_bytes(found.image_bytes)
     return (
-        f"{found.image_tokens:,} tokens each: {kv_bytes} of the KV cache, {format_bytes(found.image_bytes)} encoded; "
+        f"{found.image_tokens:,} tokens {which}: {kv_bytes} of the KV cache, {encoded} encoded; "
         f"the encoder has {format_bytes(found.vision_weight_bytes)} of the weights"
     )
 

@@ -302,11 +302,11 @@ _MEDIA = (
         texts("allowed_media_domains"),
         "none by default, and then none is fetched; exact names, https, public addresses, no redirects",
     ),
+    same(config("mm_processor_kwargs"), "`min_pixels` and `max_pixels` alone"),
     renamed(config("limit_mm_per_prompt"), "max_images", "its `image`; 8 by default", values.max_images_of),
     *accepted(
         "images are read as the model's files say; audio and video are refused",
         text("allowed_local_media_path"), switch("language_model_only"), config("media_io_kwargs"),
-        config("mm_processor_kwargs"),
         real("mm_processor_cache_gb"), text("mm_processor_cache_type"), text("mm_hasher_algorithm"),
         number("mm_shm_cache_max_object_size_mb"), text("mm_encoder_tp_mode"), text("mm_encoder_attn_backend"),
         text("mm_encoder_attn_dtype"), text("mm_encoder_fp8_scale_path"), text("mm_encoder_fp8_scale_save_path"),

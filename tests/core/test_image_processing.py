@@ -12,20 +12,23 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.image_processing import (
     ImageSettings,
+    PixelLimits,
     as_rgb,
     decoded,
     image_settings,
     pixel_values,
     prepared,
     read_processor,
+    settings_of_any_size,
 )
 
 SETTINGS = ImageSettings("llava", 7, 14, "crop", 28, 28, 3, 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 28)
 MODES = ("RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16", "PA")
 PLENTY = 1 << 25
+NO_LIMITS = PixelLimits()
 
 
 def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
@@ -107,6 +110,98 @@ def test_pixels_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
         image_settings(*read_processor(tmp_path), "gemma3", image_token_id=7, image_size=224, patch_size=14)
     with pytest.raises(ModelError, match="images of a mllama are not read"):
         image_settings(*read_processor(tmp_path), "mllama", image_token_id=7, image_size=224, patch_size=14)
+
+
+def read_any(folder: Path, limits: PixelLimits = NO_LIMITS, family: str = "qwen2_5_vl") -> ImageSettings:
+    return settings_of_any_size(
+        *read_processor(folder), family, image_token_id=7, patch_size=14, pool=2, num_frames=2, limits=limits
+    )
+
+
+def test_pixels_of_images_of_any_size_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 20)
+    processor.save_pretrained(tmp_path)
+    settings = read_any(tmp_path)
+    sizes = [(1, 1), (56, 56), (200, 1), (1, 200), (131, 17), (300, 200), (29, 400), (14, 14), (97, 13)]
+    for number, (width, height) in enumerate(sizes):
+        image = noise(width, height, MODES[number % 4], seed=number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = processor(image, return_tensors="np")
+        own = prepared(as_rgb(image), settings)
+        found = pixel_values(settings, own)
+        rows, columns = (edge // 28 for edge in found.shape[1:])
+        cut = found.reshape(3, rows, 2, 14, columns, 2, 14).transpose(1, 4, 2, 5, 0, 3, 6)
+        patches = np.repeat(cut[:, :, :, :, :, None], 2, axis=5).reshape(-1, 3 * 2 * 14 * 14)
+        np.testing.assert_array_equal(patches, expected["pixel_values"], err_msg=f"{width} x {height}")
+        assert own.grid == (rows, columns)
+        assert expected["image_grid_thw"].tolist() == [[1, 2 * rows, 2 * columns]]
+
+
+@pytest.mark.parametrize("limits", [(56 * 56, 12_845_056), (65_536, 28 * 28 * 100), (3136, 3200)])
+def test_numbers_of_tokens_of_random_sizes_are_those_of_transformers(limits: tuple[int, int], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    processor = transformers.Qwen2VLImageProcessorPil(min_pixels=limits[0], max_pixels=limits[1])
+    processor.save_pretrained(tmp_path)
+    settings, draws, num_refused = read_any(tmp_path), random.Random(2), 0
+    for _ in range(500):
+        width, height = (int(2 ** draws.uniform(0, 13)) for _ in range(2))
+        image = ShapeAlone(width, height)
+        try:
+            expected = processor.get_number_of_image_patches(height, width)
+        except ValueError:
+            num_refused += 1
+            with pytest.raises(InvalidRequestError, match="is too narrow: one edge may be 200 times the other"):
+                prepared(image, settings)  # type: ignore[arg-type]
+            continue
+        assert 4 * settings.num_tokens(prepared(image, settings).grid) == expected, (width, height)  # type: ignore[arg-type]
+    assert 0 < num_refused < 200
+
+
+class ShapeAlone:
+    """An image of a size, without pixels."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height, self.size = width, height, (width, height)
+
+    def resize(self, size: tuple[int, int], resample: int) -> "ShapeAlone":
+        return ShapeAlone(*size)
+
+    def tobytes(self) -> bytes:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"crops": 3}, "the settings crops are not known"),
+        ({"patch_size": 16}, "patch_size 16 is not the encoder's of config.json, 14"),
+        ({"merge_size": 1}, "merge_size 1 is not the encoder's of config.json, 2"),
+        ({"max_pixels": 10**9}, "max_pixels must be an integer from 1 to 178956970"),
+        ({"max_pixels": 10**8}, "max_pixels must be at most 12845056, 65536 patches"),
+        ({"size": {"shortest_edge": 3136}}, "max_pixels must be an integer from 1 to 178956970, got None"),
+        ({"min_pixels": 10**7}, "min_pixels 10000000 is above max_pixels 1003520"),
+        ({"do_resize": False}, "do_resize must be true, got False"),
+    ],
+)
+def test_settings_of_any_size_that_would_give_other_pixels_are_refused(
+    settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    folder_with(tmp_path, settings)
+    with pytest.raises(ModelError, match=expected):
+        read_any(tmp_path)
+
+
+def test_limits_of_an_operator_are_in_place_of_those_of_files(tmp_path: Path) -> None:
+    folder_with(tmp_path, {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "image_mean": [0.5] * 3})
+    found = read_any(tmp_path, PixelLimits(most=28 * 28 * 6), "qwen3_vl")
+    assert (found.min_pixels, found.max_pixels, found.least_tokens) == (3136, 28 * 28 * 6, 4)
+    assert prepared(Image.new("RGB", (640, 480)), found).grid == (2, 2)
+    with pytest.raises(ConfigError, match="mm_processor_kwargs: min_pixels 3136 is above max_pixels 100"):
+        read_any(tmp_path, PixelLimits(most=100))
+    narrow = read_any(tmp_path, PixelLimits(784, 784))
+    assert prepared(Image.new("RGB", (2000, 10)), narrow).grid == (1, 15)     # more than max_pixels, as there
 
 
 @pytest.mark.parametrize("mode", MODES)

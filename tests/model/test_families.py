@@ -30,7 +30,7 @@ PROMPT_LEN = 40
 NUM_FORCED = 64
 NUM_GREEDY = 24          # every position is compared with forced tokens
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
-    name: f"{name}ForConditionalGeneration" for name in ("Gemma3", "Llava", "Mistral3")
+    name: f"{name}ForConditionalGeneration" for name in ("Gemma3", "Llava", "Mistral3", "Qwen2_5_VL", "Qwen3VL")
 }  # of classes that are not called as the rest
 CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
 TOLERANCE = 1e-4         # on logprobs, float32
@@ -86,6 +86,10 @@ VISION = {
     "patch_size": 4,
 }  # fmt: skip
 CLIP = VISION | {"model_type": "clip_vision_model", "num_hidden_layers": 2}
+QWEN_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
+    "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "num_position_embeddings": 9,
+}  # fmt: skip
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED = LLAMA | SPECIAL | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -472,6 +476,46 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {
             "text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": CLIP, "image_token_index": 159,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        {
+            "text_config": LLAMA | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+            "vision_config": QWEN_VISION, "image_token_id": 159,
+        },
+    ),
+    "qwen2.5-vl, tied, yarn, windows": (
+        "Qwen2_5_VL",
+        {
+            "text_config": LLAMA | {
+                "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "rms_norm_eps": 1e-3,
+                "rope_parameters": {
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 900.0,
+                    "mrope_section": [2, 1, 1],
+                },
+            },
+            "vision_config": QWEN_VISION, "image_token_id": 159, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {
+            "text_config": LLAMA | {
+                "head_dim": 16,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            },
+            "vision_config": QWEN_VISION, "image_token_id": 159,
+        },
+    ),
+    "qwen3-vl, biases, tied": (
+        "Qwen3VL",
+        {
+            "text_config": LLAMA | {
+                "head_dim": 16, "attention_bias": True,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            },
+            "vision_config": QWEN_VISION, "image_token_id": 159, "tie_word_embeddings": True,
         },
     ),
     "mistral3, with vision": (

@@ -57,6 +57,51 @@ _CLIP = {
 }  # fmt: skip
 
 
+# Qwen-VL's: images and texts in their order.
+QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_QWEN_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_QWEN_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 4 * 28 * 28, "max_pixels": 12 * 28 * 28,
+    "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711], "processor_class": "Qwen2_5_VLProcessor",
+}  # fmt: skip
+_QWEN_VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 48, "patch_size": 14,
+    "window_size": 56, "fullatt_block_indexes": [1],
+}  # fmt: skip
+
+
+def write_qwen2_5_vl(folder: Path) -> Path:
+    """Write a Qwen2.5-VL, 4 to 12 tokens an image, which needs transformers, into an empty folder."""
+    import torch
+    import transformers
+
+    from support.random_parameters import randomize
+
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _QWEN_SPECIAL])
+    begin, end, image = (tokenizer.token_to_id(text) for text in _QWEN_SPECIAL[2:])
+    torch.manual_seed(3)
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+    text = _TEXT | {"vocab_size": image + 1, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2}
+    del text["model_type"]
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config=_QWEN_VISION, image_token_id=image, vision_start_token_id=begin,
+        vision_end_token_id=end,
+    )  # fmt: skip
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, chat_template=QWEN_TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(_QWEN_PROCESSOR))
+    return folder
+
+
 def write_llava(folder: Path) -> Path:
     """Write the model, which needs transformers, into an empty folder."""
     import torch

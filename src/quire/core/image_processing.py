@@ -7,14 +7,14 @@ the process that decodes images sends 8 bits a value and does without NumPy.
 
 from collections.abc import Mapping
 from io import BytesIO
-from math import ceil
+from math import ceil, floor, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from quire.core.checks import shown
-from quire.core.errors import InvalidRequestError, ModelError
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.model_files import read_json_object
 from quire.core.optional_package import needs_library
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from quire.core.arrays import Array  # loads NumPy: the process that decodes images does without
 
-Resize = Literal["crop", "fixed"]
+Resize = Literal["crop", "fixed", "any"]
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-MAX_EDGE = 4096             # longest edge behind the resize, in pixels; models have 224 to 1,540
+MAX_EDGE = 4096             # longest edge behind a resize to one size, in pixels; models have 224 to 1,540
+MAX_PATCHES = 1 << 16       # of an image of any size; Qwen-VL's have at most as many
+MAX_ASPECT = 200            # of an image of any size, as transformers refuses others
 MAX_RESIZED_PIXELS = 1 << 25  # between the resize and the crop, where a strip would need gigabytes
 PILLOWS_PIXELS = 178_956_970  # past these Pillow refuses to open a file
 MAX_IMAGE_PIXELS = 1 << 25  # as a file's header says; larger images are not decoded
@@ -44,7 +46,8 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     """Settings of a model's image processor, and the tokens of an image in a prompt.
 
     `resize`: "crop" scales the shorter edge to `shortest_edge` and cuts height x width from the center; "fixed" scales
-    to height x width. `resample`: Pillow's number of a filter. `pool`: patches of a row that one token stands for.
+    to height x width; "any" scales both edges alike, to multiples of patch_size * pool with `min_pixels` to
+    `max_pixels` in all. `resample`: Pillow's number of a filter. `pool`: patches of a row that one token stands for.
     `num_extra`: tokens of an image beside its patches.
     """
 
@@ -61,6 +64,18 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     shortest_edge: int = 0
     pool: int = 1
     num_extra: int = 0
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    @property
+    def unit(self) -> int:
+        """Rows of pixels, and columns, that one token stands for."""
+        return self.patch_size * self.pool
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewest placeholders of an image of any size."""
+        return max(1, ceil(self.min_pixels / self.unit**2))
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Return the number of placeholders of an image with a grid."""
@@ -77,11 +92,18 @@ _GEMMA3 = {
     "do_center_crop": False, "size": {"height": 224, "width": 224}, "resample": 2,
     "image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5),
 }  # fmt: skip
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"llava": _CLIP, "gemma3": _GEMMA3}    # transformers'
+_QWEN_VL = {
+    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "resample": 3, "patch_size": 14,
+    "temporal_patch_size": 2, "merge_size": 2, "image_mean": _CLIP["image_mean"], "image_std": _CLIP["image_std"],
+}  # fmt: skip
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {    # transformers'
+    "llava": _CLIP, "gemma3": _GEMMA3, "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL,
+}  # fmt: skip
 _READ = frozenset((
     "do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_convert_rgb", "do_pad", "do_pan_and_scan", "size",
     "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square",
 ))  # fmt: skip
+_READ_OF_ANY_SIZE = frozenset(("patch_size", "temporal_patch_size", "merge_size", "min_pixels", "max_pixels"))
 # Keys that change no pixels, or that repeat what a class does.
 _IGNORED = frozenset((
     "image_processor_type", "processor_class", "feature_extractor_type", "data_format", "input_data_format",
@@ -98,9 +120,8 @@ def image_settings(
 
     ModelError names a setting that is unknown and may change pixels.
     """
-    if family not in _DEFAULTS:
-        raise ModelError(f"{where}: images of a {family} are not read")
-    given = {**_DEFAULTS[family], **{key: value for key, value in processor.items() if value is not None}}
+    given = _given(where, processor, family)
+    _check_keys(where, given, _READ)
     target, shortest = _size(where, given)
     settings = ImageSettings(
         family=family,
@@ -125,6 +146,64 @@ def image_settings(
     return settings
 
 
+class PixelLimits(NamedTuple):
+    """Fewest and most pixels of an image behind its resize, in place of those of a model's files; None: as these."""
+
+    least: int | None = None
+    most: int | None = None
+
+
+def settings_of_any_size(
+    where: str, processor: Mapping[str, Any], family: str, *, image_token_id: int, patch_size: int, pool: int,
+    num_frames: int, limits: PixelLimits = PixelLimits(),  # noqa: B008 (a tuple)
+) -> ImageSettings:  # fmt: skip
+    """Return the settings of a processor, by the keys of its file `where`, for an encoder of images of any size.
+
+    `limits`: of an operator. ModelError as in `image_settings`; ConfigError for limits that exclude all images.
+    """
+    given = _given(where, processor, family)
+    _check_keys(where, given, _READ | _READ_OF_ANY_SIZE)
+    size = given["size"] if isinstance(given["size"], dict) else {}
+    own = [given.get("min_pixels", size.get("shortest_edge")), given.get("max_pixels", size.get("longest_edge"))]
+    least, most = (
+        _integer(where, name, value, 1, PILLOWS_PIXELS)
+        for name, value in zip(("min_pixels", "max_pixels"), own, strict=True)
+    )
+    for name, value in (("patch_size", patch_size), ("temporal_patch_size", num_frames), ("merge_size", pool)):
+        if given[name] != value:
+            raise ModelError(f"{where}: {name} {shown(given[name])} is not the encoder's of config.json, {value}")
+    error: type[ModelError | ConfigError] = ModelError
+    if limits.least is not None or limits.most is not None:
+        error, where = ConfigError, "mm_processor_kwargs"
+        least, most = limits.least or least, limits.most or most
+    if least > most:
+        raise error(f"{where}: min_pixels {least} is above max_pixels {most}")
+    if most > MAX_PATCHES * patch_size**2:
+        raise error(f"{where}: max_pixels must be at most {MAX_PATCHES * patch_size**2}, {MAX_PATCHES} patches")
+    return ImageSettings(
+        family=family,
+        image_token_id=image_token_id,
+        patch_size=patch_size,
+        resize="any",
+        height=0,
+        width=0,
+        resample=_integer(where, "resample", given["resample"], 0, 5),
+        scale=_number(where, "rescale_factor", given.get("rescale_factor", 1 / 255)),
+        mean=_numbers(where, "image_mean", given["image_mean"]),
+        std=_numbers(where, "image_std", given["image_std"]),
+        pool=pool,
+        min_pixels=least,
+        max_pixels=most,
+    )
+
+
+def _given(where: str, processor: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the settings of a processor over those that transformers has for a family."""
+    if family not in _DEFAULTS:
+        raise ModelError(f"{where}: images of a {family} are not read")
+    return {**_DEFAULTS[family], **{key: value for key, value in processor.items() if value is not None}}
+
+
 def read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the file of a model folder with the settings of its image processor, and them. ModelError for none."""
     for name in PROCESSOR_FILES:
@@ -138,9 +217,9 @@ def read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     raise ModelError(f"{folder}: no {' or '.join(reversed(PROCESSOR_FILES))} with the settings of images")
 
 
-def _size(where: str, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], object]:
-    """Return the size of images behind the resize, and the shorter edge that they are scaled to; 0: to that size."""
-    unknown = sorted(given.keys() - _READ - _IGNORED)
+def _check_keys(where: str, given: Mapping[str, Any], read: frozenset[str]) -> None:
+    """Raise ModelError for a setting that is not known, or that would change pixels."""
+    unknown = sorted(given.keys() - read - _IGNORED)
     if unknown:
         raise ModelError(f"{where}: the settings {', '.join(unknown)} are not known, and may change pixels")
     for name in ("do_resize", "do_rescale", "do_normalize"):
@@ -149,6 +228,10 @@ def _size(where: str, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], obje
     for name in ("do_pad", "do_pan_and_scan"):
         if given.get(name):
             raise ModelError(f"{where}: {name} must be false, got {shown(given[name])}")
+
+
+def _size(where: str, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], object]:
+    """Return the size of images behind the resize, and the shorter edge that they are scaled to; 0: to that size."""
     crops, size, crop = given["do_center_crop"], given["size"], given.get("crop_size")
     if isinstance(size, int):
         size = {"shortest_edge": size} if crops else {"height": size, "width": size}
@@ -245,8 +328,7 @@ def prepared(image: "Image", settings: ImageSettings) -> PreparedImage:
         # The corner is that of transformers' center_crop, which pads an image that is too small with black.
         top, left = _first(size.height, settings.height), _first(size.width, settings.width)
         image = image.crop((left, top, left + settings.width, top + settings.height))
-    step = settings.patch_size * settings.pool
-    grid = settings.height // step, settings.width // step
+    grid = image.height // settings.unit, image.width // settings.unit
     return PreparedImage(image.height, image.width, grid, image.tobytes())
 
 
@@ -254,6 +336,8 @@ def _resized(size: _Size, settings: ImageSettings) -> _Size:
     """Return the size that an image is scaled to."""
     if settings.resize == "fixed":
         return _Size(settings.height, settings.width)
+    if settings.resize == "any":
+        return _multiples(size, settings)
     short, long = min(size), max(size)
     new_long = int(settings.shortest_edge * long / short)
     if new_long * settings.shortest_edge > MAX_RESIZED_PIXELS:
@@ -264,6 +348,27 @@ def _resized(size: _Size, settings: ImageSettings) -> _Size:
     if size.width <= size.height:
         return _Size(new_long, settings.shortest_edge)
     return _Size(settings.shortest_edge, new_long)
+
+
+def _multiples(size: _Size, settings: ImageSettings) -> _Size:
+    """Return the multiples of a token's pixels that an image is scaled to, as Qwen-VL's processors choose them."""
+    unit, (height, width) = settings.unit, size
+    if max(size) > MAX_ASPECT * min(size):
+        raise InvalidRequestError(
+            f"has {width} x {height} pixels and is too narrow: one edge may be {MAX_ASPECT} times the other"
+        )
+    new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
+    if new_height * new_width > settings.max_pixels:
+        shrunk = sqrt(height * width / settings.max_pixels)
+        new_height, new_width = (max(unit, floor(edge / shrunk / unit) * unit) for edge in size)
+    elif new_height * new_width < settings.min_pixels:
+        grown = sqrt(settings.min_pixels / (height * width))
+        new_height, new_width = (ceil(edge * grown / unit) * unit for edge in size)
+    if new_height * new_width > MAX_PATCHES * settings.patch_size**2:
+        raise InvalidRequestError(
+            f"has {width} x {height} pixels, and scaled to {new_width} x {new_height} more than {MAX_PATCHES} patches"
+        )
+    return _Size(new_height, new_width)
 
 
 def _first(length: int, wanted: int) -> int:

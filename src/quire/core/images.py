@@ -7,7 +7,7 @@ length and place follow from the prefix itself.
 
 from array import array
 from collections.abc import Sequence
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +33,11 @@ class ImageSpan(NamedTuple):
         """One past the last position."""
         return self.start + self.num_tokens
 
+    @property
+    def shift(self) -> int:
+        """How far the position of what follows is behind its index, where tokens of images have rows and columns."""
+        return self.num_tokens - max(self.grid)
+
 
 class PromptImage(msgspec.Struct, array_like=True, frozen=True):
     """An image of a prompt.
@@ -56,10 +61,12 @@ class PromptImage(msgspec.Struct, array_like=True, frozen=True):
 class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     """Images that an engine accepts.
 
-    family: of the processor that makes the pixels. num_tokens: placeholders of each image; shape: of its pixels.
-    cost: tokens of a step that the encoding of an image is charged as. max_tokens: most placeholders of one image, what
-    the encoder cache holds. is_whole: the placeholders of an image see each other, and a step computes all of them.
-    settings: of the processor, by the model's files; None: requests of clients have no images.
+    family: of the processor that makes the pixels. num_tokens: placeholders of each image; shape: of its pixels. Where
+    images have any size these are 0 and, for each of its placeholders, [channels, rows, columns]. cost: tokens of a
+    step that the encoding of an image is charged as, and with them `token_cost` for each placeholder and `pair_cost`
+    for each pair of them. max_tokens: most placeholders of one image, what the encoder cache holds. is_whole: the
+    placeholders of an image see each other, and a step computes all of them. settings: of the processor, by the
+    model's files; None: requests of clients have no images.
     """
 
     family: str
@@ -70,6 +77,12 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     max_tokens: int
     is_whole: bool = False
     settings: ImageSettings | None = None
+    token_cost: float = 0.0
+    pair_cost: float = 0.0
+
+    def cost_of(self, num_tokens: int) -> int:
+        """Return the tokens of a step that the encoding of an image with so many placeholders is charged as."""
+        return self.cost + ceil(num_tokens * (self.token_cost + num_tokens * self.pair_cost))
 
     def check(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
         """Raise InvalidRequestError for images that are not of this form, or not where placeholders are.
@@ -84,11 +97,19 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
             last = stop
             if not 0 <= image.serial <= MAX_SERIAL:
                 raise _error(index, f"serial must be from 0 to {MAX_SERIAL}, got {image.serial}")
-            if tuple(image.shape) != self.shape or len(image.pixels) != prod(self.shape) * PIXEL_BYTES:
+            shape, num_tokens = self.shape, self.num_tokens
+            if not num_tokens:
+                rows, columns = image.grid
+                if min(rows, columns) < 1:
+                    raise _error(index, f"must have a grid of at least 1 x 1, got {rows} x {columns}")
+                shape, num_tokens = (shape[0], rows * shape[1], columns * shape[2]), rows * columns
+            if num_tokens > self.max_tokens:
+                raise _error(index, f"takes {num_tokens} tokens, and image_cache_memory holds {self.max_tokens}")
+            if tuple(image.shape) != shape or len(image.pixels) != prod(shape) * PIXEL_BYTES:
                 found = f"{list(image.shape)} in {len(image.pixels)} bytes"
-                raise _error(index, f"pixels must be float32 {list(self.shape)}, got {found}")
-            if image.num_tokens != self.num_tokens:
-                raise _error(index, f"must have {self.num_tokens} placeholders, got {image.num_tokens}")
+                raise _error(index, f"pixels must be float32 {list(shape)}, got {found}")
+            if image.num_tokens != num_tokens:
+                raise _error(index, f"must have {num_tokens} placeholders, got {image.num_tokens}")
             if set(token_ids[image.start : stop]) != {self.image_token_id}:
                 raise _error(index, f"placeholders [{image.start}, {stop}) must be the token {self.image_token_id}")
 

@@ -53,11 +53,13 @@ from quire.execution.worker import StepCompute
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError, expert_reads, num_layer_weights
-from quire.model.decoder import Decoder
+from quire.model.decoder import MAX_STEP_IMAGE_TOKENS, Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
+from quire.model.merging_vision import merged_flops
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
+from quire.model.spec import DecoderSpec
 from quire.model.vision import flops
 from quire.scheduling.image_encodings import ImageEncodings
 from quire.scheduling.scheduler import Scheduler, make_scheduler
@@ -269,7 +271,7 @@ def _build(
         swapper = device.swapper(kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir)
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
-    images, no_images_reason = _image_inputs(options, loaded, ranks)
+    images, no_images_reason = _image_inputs(options, loaded, ranks, scheduling.max_num_batched_tokens)
     tower = model.vision if images is not None and isinstance(model, Decoder) else None
     compute = StepCompute(
         model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows,
@@ -304,7 +306,7 @@ def _build(
 
 
 def _image_inputs(
-    options: EngineOptions, loaded: LoadedModel, ranks: "RankSet | None"
+    options: EngineOptions, loaded: LoadedModel, ranks: "RankSet | None", batched_tokens: int
 ) -> tuple[ImageInputs | None, str]:
     """Return the images that an engine accepts; or None, and the reason. ConfigError for a cache of less than one."""
     model = loaded.model if ranks is None else ranks.own_model
@@ -320,25 +322,38 @@ def _image_inputs(
         "record": options.record is not None,
         f"kv_role {options.kv_role!r}": options.kv_role != "none",
         f"prefill_engines {options.prefill_engines}": options.prefill_engines > 0,
-    }
+        f"max_num_batched_tokens {batched_tokens}, above {MAX_STEP_IMAGE_TOKENS}":
+            spec.merging is not None and batched_tokens > MAX_STEP_IMAGE_TOKENS,
+    }  # fmt: skip
     for name, is_asked in refused.items():
         if is_asked:
             return None, f"they are not served with {name}"
     assert isinstance(model, Decoder)
     assert model.vision is not None, "an encoder that was not loaded"
-    row_bytes = model.spec.hidden_size * model.vision.itemsize
-    num_bytes = parse_bytes(options.image_cache_memory, "image_cache_memory")
-    if num_bytes < spec.num_tokens * row_bytes:
+    row_bytes, settings = spec.row_width * model.vision.itemsize, loaded.image_settings
+    num_bytes, token_flops = parse_bytes(options.image_cache_memory, "image_cache_memory"), _token_flops(model.spec)
+    least = spec.num_tokens if spec.merging is None else 1 if settings is None else settings.least_tokens
+    if num_bytes < least * row_bytes:
         raise ConfigError(
             f"image_cache_memory {options.image_cache_memory} holds no image of the model: one takes "
-            f"{spec.num_tokens * row_bytes} bytes"
+            f"{least * row_bytes} bytes"
         )
-    cost = math.ceil(flops(spec) / (2.0 * num_layer_weights(model.spec)))
-    shape = spec.num_channels, spec.image_size, spec.image_size
+    max_tokens, size = int(num_bytes // row_bytes), spec.image_size
+    if spec.merging is None:
+        shape, cost = (spec.num_channels, size, size), math.ceil(flops(spec) / token_flops)
+        return ImageInputs(
+            spec.family, spec.image_token_id, spec.num_tokens, shape, cost, max_tokens, spec.sees_whole, settings
+        ), ""
+    row_flops, pair_flops = merged_flops(spec)
     return ImageInputs(
-        spec.family, spec.image_token_id, spec.num_tokens, shape, cost, num_bytes // row_bytes, spec.sees_whole,
-        loaded.image_settings,
+        spec.family, spec.image_token_id, 0, (spec.num_channels, spec.unit, spec.unit), 0, max_tokens,
+        settings=settings, token_cost=row_flops / token_flops, pair_cost=pair_flops / token_flops,
     ), ""
+
+
+def _token_flops(spec: DecoderSpec) -> float:
+    """Return the operations of a token of a prompt."""
+    return 2.0 * num_layer_weights(spec)
 
 
 def open_disk(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.arrays import FLOAT32, dtype_name
 from quire.core.errors import ConfigError, ModelError
-from quire.core.image_processing import ImageSettings, image_settings
+from quire.core.image_processing import ImageSettings, PixelLimits, image_settings, settings_of_any_size
 from quire.core.kv_identity import KVIdentity
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
@@ -81,6 +81,9 @@ def load(
     device = open_device(options)
     device_type = str(device.tensor_device).partition(":")[0]
     check_device(options, device_type)
+    if options.pixel_limits != PixelLimits() and (spec.vision is None or spec.vision.merging is None):
+        what = "reads text alone" if spec.vision is None else "reads images of one size"
+        raise ConfigError(f"mm_processor_kwargs {options.mm_processor_kwargs!r}: the model {what}")
     back_end = choose_back_end(
         device.tensor_device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True,
         attention=attention,
@@ -119,13 +122,18 @@ def load(
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
         model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates,
-        None if spec.vision is None else _image_settings(source, spec.vision),
+        None if spec.vision is None else _image_settings(source, spec.vision, options.pixel_limits),
     )
 
 
-def _image_settings(source: ModelSource, vision: VisionSpec) -> ImageSettings | None:
+def _image_settings(source: ModelSource, vision: VisionSpec, limits: PixelLimits) -> ImageSettings | None:
     """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
     try:
+        if vision.merging is not None:
+            return settings_of_any_size(
+                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+                patch_size=vision.patch_size, pool=vision.pool, num_frames=vision.merging.num_frames, limits=limits,
+            )  # fmt: skip
         return image_settings(
             *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
             image_size=vision.image_size, patch_size=vision.patch_size, pool=vision.pool,

@@ -4,21 +4,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.images import ImageSpan, PromptImage
 from quire.core.plan import StepPlan
 from quire.kernels.tensors import Tensor, concatenated_rows
 from quire.model.language_model import Embeds, ForwardBatch
+from quire.model.merging_vision import MergingTower
 from quire.model.vision import VisionTower
 
 
 class ImageRows:
     """Encodings by serial, as plans say; the scheduler bounds them (`quire.scheduling.image_encodings`)."""
 
-    def __init__(self, tower: VisionTower) -> None:
+    def __init__(self, tower: VisionTower | MergingTower) -> None:
         self._tower, self.has_encoded = tower, False       # whether the last step has encoded an image
+        self._has_places = tower.spec.merging is not None  # tokens of images are at rows and columns
         self._encodings = dict[int, Tensor]()              # [num_tokens, hidden_size] each
-        self._images = dict[int, Sequence[ImageSpan]]()    # for each row, the images that it has not passed
+        # For each row, the images that it has not passed, or with places all: they shift the positions behind.
+        self._images = dict[int, Sequence[ImageSpan]]()
 
     @property
     def num_bytes(self) -> int:
@@ -39,10 +43,16 @@ class ImageRows:
                 self._images.pop(new.row, None)
         if self._images.keys().isdisjoint(plan.rows):
             return batch    # a row that has ended inside of its prompt stays until it has another owner
+        return self._placed(plan, batch)
+
+    def _placed(self, plan: StepPlan, batch: ForwardBatch) -> ForwardBatch:
+        """Return a batch with the rows of images, and the positions of tokens in and behind them."""
         places, values, first = list[int](), list[Tensor](), 0
-        ends = (batch.positions + 1).astype(np.int32)
+        ends, positions, grids = (batch.positions + 1).astype(np.int32), batch.positions, list[NDArray[np.int64]]()
+        if self._has_places:
+            positions = positions.copy()
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            spans = self._images.get(row, ())
+            spans, shift = self._images.get(row, ()), 0
             for span in spans:
                 begin, end = max(start, span.start), min(start + count, span.stop)
                 if begin < end:
@@ -50,15 +60,32 @@ class ImageRows:
                     places += range(own.start, own.stop)
                     ends[own] = span.stop
                     values.append(self._encodings[span.serial][begin - span.start : end - span.start])
-            if spans and spans[-1].stop <= start:
+                    if self._has_places:
+                        grids.append(_places(span, shift, begin, end))
+                if self._has_places:
+                    positions[first + max(0, span.stop - start) : first + count] -= span.shift
+                    shift += span.shift
+            if spans and spans[-1].stop <= start and not self._has_places:
                 del self._images[row]                      # positions of a row only grow
             first += count
         if not places:
-            return batch
-        embeds = Embeds(np.array(places, np.int64), concatenated_rows(values))
-        return replace(batch, embeds=embeds, seen_ends=ends if self._tower.spec.sees_whole else None)
+            return replace(batch, positions=positions) if self._has_places else batch
+        embeds = Embeds(
+            np.array(places, np.int64), concatenated_rows(values), np.concatenate(grids, axis=1) if grids else None
+        )
+        ends_seen = ends if self._tower.spec.sees_whole else None
+        return replace(batch, positions=positions, embeds=embeds, seen_ends=ends_seen)
 
     def _encoded(self, image: PromptImage) -> Tensor:
         """Return the encoding of an image, in memory of its own."""
         pixels = np.frombuffer(image.pixels, np.float32).reshape(image.shape)
         return concatenated_rows([self._tower.encode(pixels)])
+
+
+def _places(span: ImageSpan, shift: int, begin: int, end: int) -> NDArray[np.int64]:
+    """Return the time, row and column of tokens [begin, end) of an image, [3, end - begin] (Wang et al. 2024, 2.1).
+
+    `shift`: how much less positions in front of the image are than their indexes.
+    """
+    rows, columns = np.divmod(np.arange(begin, end) - span.start, span.grid[1])
+    return span.start - shift + np.stack([np.zeros_like(rows), rows, columns])

@@ -36,6 +36,7 @@ class LayerInputs:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     adapters: RowAdapters | None = None  # None: no row has one
+    added: tuple[NDArray[np.int64], Tensor] | None = None  # rows [n] of a step, and what layers add to them, [n, any]
 
 
 class Op(Protocol):

@@ -6,7 +6,7 @@ from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
 from quire.kernels.short_conv import Convolve, ShortConvSpec
-from quire.kernels.tensors import Tensor, clipped, empty_like, multiplied, scaled
+from quire.kernels.tensors import Tensor, added, clipped, empty_like, multiplied, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,26 @@ class ScaleOp:
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         activations[self.x] = scaled(activations[self.x], self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class AddRowsOp:
+    """Columns from `first` on of what a step adds to some rows, added to those of x in place; nothing in most steps."""
+
+    name: str
+    x: str
+    first: int
+    width: int
+
+    reads = Names("x")
+    writes = Names("x")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Add, to x before it is added to the stream: rows of no image keep their bits."""
+        if inputs.added is not None:
+            rows, values = inputs.added
+            x = activations[self.x]
+            x[rows] = added(x[rows], values[:, self.first : self.first + self.width])
 
 
 @dataclass(frozen=True, slots=True)

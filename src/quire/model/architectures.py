@@ -65,8 +65,10 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "OlmoeForCausalLM": mixture.olmoe,
     "OPTForCausalLM": opt.opt,
     "Phi3ForCausalLM": llama_variants.phi3,
+    "Qwen2_5_VLForConditionalGeneration": multimodal.qwen2_5_vl,
     "Qwen2MoeForCausalLM": mixture.qwen2_moe,
     "Qwen3MoeForCausalLM": mixture.qwen3_moe,
+    "Qwen3VLForConditionalGeneration": multimodal.qwen3_vl,
     "SmolLM3ForCausalLM": llama_variants.smollm3,
     "StableLmForCausalLM": llama_variants.stablelm,
 }).items()))

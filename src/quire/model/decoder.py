@@ -16,7 +16,7 @@ from quire.kernels.tensors import NUMPY_LIBRARY, DType, Tensor, added, divided, 
 from quire.model.config import num_layer_weights
 from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
-from quire.model.layer_builder import ProgramInputs, build_program, make_norm
+from quire.model.layer_builder import ProgramInputs, build_program, make_norm, with_added_rows
 from quire.model.rope import RotaryTable, RotaryTables, inverse_frequencies
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
@@ -24,9 +24,11 @@ from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weights import TokenTable, WeightReader
 
 if TYPE_CHECKING:
+    from quire.model.merging_vision import MergingTower
     from quire.model.vision import VisionTower
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched
+MAX_STEP_IMAGE_TOKENS = 1 << 16  # with positions by row and column; 32 MB of addresses, of which a step touches its own
 
 
 class TextCache:
@@ -66,7 +68,7 @@ class Decoder:
     An encoder computes whole texts, on keys and values that it keeps for a step alone.
     """
 
-    vision: "VisionTower | None" = None  # its encoder of images
+    vision: "VisionTower | MergingTower | None" = None  # its encoder of images
 
     def __init__(
         self,
@@ -92,8 +94,11 @@ class Decoder:
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self._embedding = Embedding(spec, shapes, weights, tokens.taken)
         frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
+        reads_images = spec.vision is not None and ranks is None and str(self.device) == "cpu"
+        merging = spec.vision.merging if spec.vision is not None and reads_images else None
+        axes, num_free = ((), 0) if merging is None else (merging.axes, MAX_STEP_IMAGE_TOKENS)
         self._rotary = RotaryTables(
-            RotaryTable(own, table_positions, each.scale) for each, own in frequencies.items()
+            (RotaryTable(own, table_positions, each.scale, num_free) for each, own in frequencies.items()), axes
         )
         if self.back_end.library is not NUMPY_LIBRARY:
             self._rotary.fill(table_positions)  # other libraries may copy them
@@ -106,10 +111,14 @@ class Decoder:
         self.summed_inputs = {op.name: op.inputs for op in summed}  # inputs of each such layer that this rank has
         require_ops(self.back_end.name, program.ops)
         require_attention(self.back_end.attention, program.ops, self.dtype)
-        self._program = self.back_end.fuse(program)
-        self._project_out = None if shapes.project_out is None else weights.linear(shapes.project_out)
+        self._program = self._image_program = self.back_end.fuse(program)
+        if merging is not None and merging.deep_layers:
+            deep = with_added_rows(program, spec.hidden_size, len(merging.deep_layers))
+            self._image_program = self.back_end.fuse(deep)
+        project = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
-        self._head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
+        head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
+        self._head = head if head is None or project is None else ProjectedHead(project, head)
         self._tally = weights.tally
         self._tally.frequencies |= frequencies
 
@@ -163,9 +172,15 @@ class Decoder:
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
         )
         x = self._embedding(batch.token_ids, batch.positions, batch.token_types)
-        if batch.embeds is not None:
-            x[batch.embeds.rows] = batch.embeds.values
-        return self._program.run(x, inputs)
+        if batch.embeds is None:
+            return self._program.run(x, inputs)
+        rows, values, places = batch.embeds
+        x[rows] = values[:, : self.spec.hidden_size]
+        if places is not None:
+            positions = np.array(batch.positions)
+            positions[rows] = self._rotary.place(places)  # the program's tables are in the same memory
+            inputs = replace(inputs, positions=self.back_end.library.tensor(positions), added=(rows, values))
+        return self._image_program.run(x, inputs)
 
     def start_timing(self) -> ProgramTimer:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
@@ -196,7 +211,7 @@ class Decoder:
         """Return the logits before the multiplier and the softcap; of several ranks, rank 0 has them."""
         assert self._head is not None, "the model has no output head"
         self.progress += 1
-        return self._head(hidden if self._project_out is None else self._project_out(hidden))
+        return self._head(hidden)
 
 
 def _head(
@@ -210,6 +225,17 @@ def _head(
     cut = ranks.shard.cut(spec.vocab_size)
     own = weights.head(shape, embedding, is_tied=spec.is_head_tied, rows=cut.of(ranks.shard.rank))
     return ranks.joined_head(own, cut)
+
+
+class ProjectedHead:
+    """A head behind a projection to the width of embeddings."""
+
+    def __init__(self, project: Linear, head: Linear) -> None:
+        self._project, self._head = project, head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states [num_rows, hidden_size]."""
+        return self._head(self._project(hidden))
 
 
 class ClassifierLayer:

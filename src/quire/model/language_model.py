@@ -16,10 +16,15 @@ from quire.model.kv_cache import KVCache, KVGeometry
 
 
 class Embeds(NamedTuple):
-    """Rows of hidden states that replace the embeddings of tokens: those of images."""
+    """Rows of hidden states that replace the embeddings of tokens: those of images.
+
+    `values` [num_rows, hidden_size], of the model's dtype; behind them what the first layers add, of as many columns
+    each. `places`: the time, row and column that such a token is rotated by, [3, num_rows]; None: its position.
+    """
 
     rows: NDArray[np.int64]  # [num_rows], places in the batch
-    values: Tensor           # [num_rows, hidden_size], of the model's dtype
+    values: Tensor
+    places: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,21 +58,35 @@ class ProgramInputs:
     max_truncated: int = 1             # most tokens that a step computes and the next one takes back
 
 
-def build_program(spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs) -> Program:
-    """Read the layers and the final norm; return their program, of single ops."""
+def build_program(
+    spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs, layers: range | None = None
+) -> Program:
+    """Read the layers, or those of a range, and the final norm behind the last; return their program, of single ops."""
     found, num_caches, is_summed = list[Op](), 0, True
-    for index in range(spec.num_layers):
+    layers = range(spec.num_layers) if layers is None else layers
+    for index in layers:
         layer = LayerBuilder(spec, index, weights.layer(index), shared, num_caches, is_summed=is_summed)
         layer.build()
         num_caches += spec.layers[index].mixer is not None
         found += layer.ops
         is_summed = layer.is_summed
-    shape = DecoderShapes.of(spec).final_norm
+    shape = DecoderShapes.of(spec).final_norm if layers.stop == spec.num_layers else None
     if shape is not None:
         found.append(_norm_of_stream("final_norm", make_norm(spec, weights, shape), "x", is_summed=is_summed))
     elif not is_summed:
         found.append(ops.AddOp("final_sum", "x", INPUT, "x", spec.hidden_size))
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
+
+
+def with_added_rows(program: Program, width: int, num_layers: int) -> Program:
+    """Return a program of layers with norms before sublayers that adds rows of a step behind each of the first ones."""
+    found = list[Op]()
+    for op in program.ops:
+        found.append(op)
+        index = next((index for index in range(num_layers) if op.name == f"layers.{index}.end"), None)
+        if index is not None:
+            found.append(special_ops.AddRowsOp(f"layers.{index}.rows", "x", width * (index + 1), width))
+    return Program(tuple(found), program.result)
 
 
 def make_norm(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from quire.kernels.back_end import BackEnd
 from quire.model.checkpoints.tensor_reader import Checkpoint
 from quire.model.decoder import Decoder
+from quire.model.merging_vision import MergingTower
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions
 from quire.model.sharding import Ranks, check_shardable
 from quire.model.source import ModelSource, read_folder
@@ -108,7 +109,7 @@ def build_decoder(
     num_positions = min(table_positions or longest, longest)
     decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype, max_truncated)
     if spec.vision is not None and ranks is None and str(device) == "cpu":
-        decoder.vision = VisionTower(spec.vision, weights)
+        decoder.vision = (VisionTower if spec.vision.merging is None else MergingTower)(spec.vision, weights)
     weights.warn_of_unread()
     return decoder
 

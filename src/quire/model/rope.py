@@ -7,7 +7,7 @@ same bits on every machine (docs/decisions/0032).
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,17 +33,20 @@ def rotary_table(frequencies: Array, num_positions: int, scale: float = 1.0) -> 
 
 
 class RotaryTable:
-    """The table of `rotary_table`, filled as far as sequences reach: what is not filled takes no memory."""
+    """The table of `rotary_table`, filled as far as sequences reach: what is not filled takes no memory.
 
-    def __init__(self, frequencies: Array, num_positions: int, scale: float = 1.0) -> None:
+    `num_free`: rows behind the last position, which are the caller's.
+    """
+
+    def __init__(self, frequencies: Array, num_positions: int, scale: float = 1.0, num_free: int = 0) -> None:
         assert (frequencies.dtype, frequencies.flags.c_contiguous) == (FLOAT32, True), "frequencies of another form"
-        self.values = empty((num_positions, 2 * len(frequencies)), FLOAT32)
-        self.num_filled = 0
+        self.values = empty((num_positions + num_free, 2 * len(frequencies)), FLOAT32)
+        self.num_positions, self.num_filled = num_positions, 0
         self._frequencies, self._scale = frequencies, scale
 
     def fill(self, num_positions: int) -> None:
         """Fill the rows of the first `num_positions` positions, and up to POSITIONS_AT_ONCE - 1 more."""
-        stop = min(-(-num_positions // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE, len(self.values))
+        stop = min(-(-num_positions // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE, self.num_positions)
         for begin in range(self.num_filled, stop, POSITIONS_AT_ONCE):
             self._fill_portion(begin, self.values[begin : min(begin + POSITIONS_AT_ONCE, stop)])
         self.num_filled = max(self.num_filled, stop)
@@ -61,18 +64,34 @@ class RotaryTable:
 
 
 class RotaryTables:
-    """The tables of a model, filled together. `num_filled`: positions that all of them have."""
+    """The tables of a model, filled together. `num_filled`: positions that all of them have.
 
-    def __init__(self, tables: Iterable[RotaryTable]) -> None:
-        self.tables = list(tables)
+    `axes`: for models with several positions of a token, that of each pair of dimensions.
+    """
+
+    def __init__(self, tables: Iterable[RotaryTable], axes: Sequence[int] = ()) -> None:
+        self.tables, self._axes = list(tables), axes
         self.num_filled = 0 if self.tables else sys.maxsize
 
     def fill(self, num_positions: int) -> None:
         """Fill every table as far as the positions of a step reach; a block may reach past the last position."""
         for table in self.tables:
             table.fill(num_positions)
-        partly = (table.num_filled for table in self.tables if table.num_filled < len(table.values))
+        partly = (table.num_filled for table in self.tables if table.num_filled < table.num_positions)
         self.num_filled = min(partly, default=sys.maxsize)
+
+    def place(self, places: Array) -> Array:
+        """Write rows for tokens with several positions, int64 [num_axes, num_tokens]; return the positions of the rows.
+
+        They are behind those of tokens with one position, until the next call. Wang et al. 2024 (Qwen2-VL), 2.1.
+        """
+        num_tokens, (first, *others) = places.shape[1], {table.num_positions for table in self.tables}
+        pairs = np.array([*self._axes, *self._axes])
+        assert not others, "tables of several lengths"
+        for table in self.tables:
+            assert num_tokens <= len(table.values) - first, f"{num_tokens} tokens with several positions in a step"
+            table.values[first : first + num_tokens] = table.values[places[pairs].T, np.arange(len(pairs))]
+        return np.arange(first, first + num_tokens)
 
 
 def rotary_from_config(

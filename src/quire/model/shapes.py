@@ -18,6 +18,7 @@ from quire.model.spec import (
     FeedForward,
     LatentAttention,
     LayerSpec,
+    Merging,
     Mixer,
     ShortConv,
     VisionSpec,
@@ -332,45 +333,77 @@ class DecoderShapes(NamedTuple):
         )
 
 
+class ProjectorShapes(NamedTuple):
+    """A norm, and the layers from an encoder's width to the decoder's."""
+
+    norm: NormShape | None
+    layers: tuple[LinearShape, ...]
+
+
 class VisionShapes(NamedTuple):
-    """The modules of an encoder of images around its layers."""
+    """The modules of an encoder of images around its layers; `deep`: the projectors of layers before the last."""
 
     patches: LinearShape
     class_token: VectorShape | None
-    positions: TableShape
+    positions: TableShape | None
     pre_norm: NormShape | None
     post_norm: NormShape | None
-    projector_norm: NormShape | None
-    projector: tuple[LinearShape, ...]
+    projector: ProjectorShapes
+    deep: tuple[ProjectorShapes, ...] = ()
 
     @classmethod
     def of(cls, spec: VisionSpec) -> "VisionShapes":
         """Return the shapes of an encoder."""
-        tower, names = spec.tower, spec.tower.weights
-        width, inner = tower.hidden_size, spec.hidden_size
-        first, *more = spec.projector
-        has_bias = spec.projector_has_bias
+        tower, names, merging = spec.tower, spec.tower.weights, spec.merging
+        width, num_values = tower.hidden_size, spec.num_channels * spec.patch_size**2
+        if merging is None:
+            norm = None if spec.projector_norm is None else NormShape(spec.projector_norm, width, False)
+            projectors = [ProjectorShapes(norm, _projector(spec, spec.projector, width, spec.hidden_size))]
+        else:
+            num_values *= merging.num_frames
+            projectors = _merged_projectors(spec, merging)
         return cls(
-            patches=LinearShape(
-                (spec.patches,), (width,), spec.num_channels * spec.patch_size**2, spec.has_patch_bias
-            ),
+            patches=LinearShape((spec.patches,), (width,), num_values, spec.has_patch_bias),
             class_token=VectorShape(spec.class_token, (width,)) if spec.has_class_token else None,
-            positions=TableShape(names.embedding, tower.vocab_size, width),
+            positions=TableShape(names.embedding, tower.vocab_size, width) if tower.vocab_size else None,
             pre_norm=_norm_or_none(tower, spec.pre_norm, width),
             post_norm=_norm(tower, names.final_norm, width) if tower.has_final_norm else None,
-            projector_norm=None if spec.projector_norm is None else NormShape(spec.projector_norm, width, False),
-            projector=(
-                LinearShape((first,), (inner,), width, has_bias, spec.projector_activation),
-                *(LinearShape((name,), (inner,), inner, has_bias) for name in more),
-            ),
+            projector=projectors[0],
+            deep=tuple(projectors[1:]),
         )
+
+
+def _merged_projectors(spec: VisionSpec, merging: Merging) -> list[ProjectorShapes]:
+    """Return the projector of merged patches, and those of earlier layers: these norm all of a row, it each patch."""
+    tower, width = spec.tower, spec.tower.hidden_size
+    merged = width * spec.pool**2
+    deep = [
+        ProjectorShapes(
+            _norm(tower, merging.deep_norm.format(index=index), merged),
+            _projector(spec, tuple(name.format(index=index) for name in merging.deep_projector), merged, merged),
+        )
+        for index in range(len(merging.deep_layers))
+    ]
+    norm = _norm_or_none(tower, spec.projector_norm, width)
+    return [ProjectorShapes(norm, _projector(spec, spec.projector, merged, merged)), *deep]
+
+
+def _projector(spec: VisionSpec, names: tuple[str, ...], width: int, inner: int) -> tuple[LinearShape, ...]:
+    """Return the layers of a projector of one or two layers; `inner`: the width between two."""
+    has_bias, out = spec.projector_has_bias, spec.hidden_size
+    first, *more = names
+    return (
+        LinearShape((first,), (inner if more else out,), width, has_bias, spec.projector_activation),
+        *(LinearShape((name,), (out,), inner, has_bias) for name in more),
+    )
 
 
 def vision_shapes(spec: VisionSpec) -> list[Shape | None]:
     """Return the shapes of all weights of an encoder of images; all are of floats."""
     tower = spec.tower
-    *around, projector = VisionShapes.of(spec)
-    return [*around, *projector, *(shape for layer in tower.layers for shape in layer_shapes(tower, layer))]
+    *around, projector, deep = VisionShapes.of(spec)
+    projectors = (shape for each in (projector, *deep) for shape in (each.norm, *each.layers))
+    return [*around, *projectors, *(shape for layer in tower.layers for shape in layer_shapes(tower, layer))]
 
 
 def _feed_forward(

@@ -523,24 +523,45 @@ class DecoderSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Merging:
+    """An encoder of images of any size (Qwen-VL): a square of neighboring patches becomes one row of the decoder.
+
+    The patches of a square are consecutive, with rotary positions by row and column. `axes`: for each pair of the
+    decoder's rotary dimensions, whether it turns by an image token's time (0), row (1) or column (2).
+    """
+
+    axes: tuple[int, ...]
+    num_frames: int = 1                    # of a patch; an image is all of them
+    window: int = 0                        # squares in a row, and in a column, that see each other; 0: all do
+    whole_layers: frozenset[int] = frozenset()  # without windows
+    # Layers with outputs that are projected, too, and added behind the decoder's first layers; names of their modules.
+    deep_layers: tuple[int, ...] = ()
+    deep_norm: str = "deepstack_merger_list.{index}.norm"
+    deep_projector: tuple[str, str] = (
+        "deepstack_merger_list.{index}.linear_fc1", "deepstack_merger_list.{index}.linear_fc2"
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class VisionSpec:
     """An encoder of images, and the projector from its width to the decoder's.
 
-    Square images are cut into patches, which are projected; with learned positions they pass the layers of `tower`,
-    which are not causal. `projector`: modules of its one or two layers, below one of `projector_prefixes`.
+    Square images, or with `merging` any, are cut into patches, which are projected; with learned positions they pass
+    the layers of `tower`, which are not causal. `projector`: modules of its one or two layers, below one of
+    `projector_prefixes`.
     """
 
     family: str                            # the family of the processors that make pixels
     image_token_id: int                    # its embeddings are replaced by what the projector gives
-    tower: DecoderSpec                     # `vocab_size`: positions
-    image_size: int                        # pixels
+    tower: DecoderSpec                     # `vocab_size`: positions, of a square, interpolated with `merging`; 0: none
+    image_size: int                        # pixels; 0: any
     patch_size: int                        # pixels
     num_channels: int
     hidden_size: int                       # the decoder's
     has_class_token: bool = False          # before the patches
     keeps_class_token: bool = False        # behind the layers
     has_patch_bias: bool = False
-    pool: int = 1                          # rows of patches, and columns, that become one by their mean
+    pool: int = 1                          # rows of patches, and columns, that become one: by their mean, or merged
     sees_whole: bool = False               # the decoder's tokens of one image see each other
     projector_norm: str | None = None      # before the projector, with weights plus 1 (Gemma)
     projector_activation: Activation | None = None
@@ -551,16 +572,27 @@ class VisionSpec:
     projector: tuple[str, ...] = ("linear_1", "linear_2")
     is_projector_transposed: bool = False
     projector_prefixes: tuple[str, ...] = ("multi_modal_projector.", "model.multi_modal_projector.")
+    merging: Merging | None = None         # None: images of one size
 
     @property
     def grid(self) -> int:
-        """Patches in a row, and in a column."""
+        """Patches in a row, and in a column, of images of one size."""
         return self.image_size // self.patch_size
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the decoder that an image gives."""
+        """Rows of the decoder that an image of one size gives."""
         return (self.grid // self.pool) ** 2 + self.keeps_class_token
+
+    @property
+    def unit(self) -> int:
+        """Rows of pixels, and columns, that one row of the decoder stands for."""
+        return self.patch_size * self.pool
+
+    @property
+    def row_width(self) -> int:
+        """Columns of an encoded row: the decoder's, and those for each of its layers that adds some."""
+        return self.hidden_size * (1 if self.merging is None else 1 + len(self.merging.deep_layers))
 
 
 def widest_window(windows: Sequence[int | None]) -> int | None:

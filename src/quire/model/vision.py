@@ -19,9 +19,32 @@ from quire.model.config import num_layer_weights
 from quire.model.decoder import TextCache
 from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program, make_norm
-from quire.model.shapes import VisionShapes
+from quire.model.shapes import ProjectorShapes, VisionShapes
 from quire.model.spec import VisionSpec
 from quire.model.weights import WeightReader
+
+
+class TowerProjector:
+    """A norm, if there is one, and the layers to the decoder's width; settings of the norm as in `BackEnd`."""
+
+    def __init__(
+        self, shapes: ProjectorShapes, weights: WeightReader, eps: float, *, is_layer: bool, offset: float | None
+    ) -> None:
+        self._norm: Norm | None = None
+        if shapes.norm is not None:
+            weight, bias = weights.norm(shapes.norm)
+            self._norm = weights.back_end.norm(weight, bias, eps, is_layer, offset)
+        self._layers = [weights.linear(shape) for shape in shapes.layers]
+
+    def __call__(self, hidden: Tensor, num_merged: int = 1) -> Tensor:
+        """Return rows of the decoder's width; `num_merged`: rows that are joined to one, behind a norm of each."""
+        if self._norm is not None:
+            hidden = self._norm(hidden)[0]
+        if num_merged > 1:
+            hidden = hidden.reshape(len(hidden) // num_merged, -1)
+        for linear in self._layers:
+            hidden = linear(hidden)
+        return hidden
 
 
 class VisionTower:
@@ -31,6 +54,7 @@ class VisionTower:
         self.spec, self._back_end = spec, weights.back_end
         tower, shapes, names = spec.tower, VisionShapes.of(spec), spec.tower.weights
         own = weights.below(names.prefixes, names.embedding, names)
+        assert shapes.positions is not None, "an encoder without positions"
         self._patches, positions = own.linear(shapes.patches), own.table(shapes.positions)
         if shapes.class_token is not None:  # the first row's patch is zero: its sum is that of token and position
             table = floats(positions).copy()
@@ -46,11 +70,7 @@ class VisionTower:
         projector = weights.below(
             spec.projector_prefixes, spec.projector[0], replace(names, is_transposed=spec.is_projector_transposed)
         )
-        self._projector_norm: Norm | None = None
-        if shapes.projector_norm is not None:
-            weight, bias = projector.norm(shapes.projector_norm)
-            self._projector_norm = self._back_end.norm(weight, bias, tower.norm_eps, False, 1.0)
-        self._projector = [projector.linear(shape) for shape in shapes.projector]
+        self._projector = TowerProjector(shapes.projector, projector, tower.norm_eps, is_layer=False, offset=1.0)
 
     def encode(self, pixels: NDArray[np.float32]) -> Tensor:
         """Return the rows of an image [num_tokens, hidden_size], of the model's dtype.
@@ -80,11 +100,7 @@ class VisionTower:
             side = grid // spec.pool
             squares = floats(hidden).reshape(side, spec.pool, side, spec.pool, -1)
             hidden = like(squares.mean((1, 3), dtype=np.float32).reshape(side**2, -1), hidden)
-        if self._projector_norm is not None:
-            hidden = self._projector_norm(hidden)[0]
-        for linear in self._projector:
-            hidden = linear(hidden)
-        return hidden
+        return self._projector(hidden)
 
 
 def flops(spec: VisionSpec) -> float:
@@ -92,5 +108,5 @@ def flops(spec: VisionSpec) -> float:
     tower, shapes = spec.tower, VisionShapes.of(spec)
     num_rows = spec.grid**2 + spec.has_class_token
     attention = 4.0 * num_rows * tower.num_heads * tower.head_dim * tower.num_layers
-    projector = 2.0 * spec.num_tokens * sum(shape.num_weights for shape in shapes.projector)
+    projector = 2.0 * spec.num_tokens * sum(shape.num_weights for shape in shapes.projector.layers)
     return num_rows * (2.0 * (num_layer_weights(tower) + shapes.patches.num_weights) + attention) + projector

@@ -328,6 +328,10 @@ class WeightReader:
         found = (p for p in self.names.prefixes if f"{p}{self.names.embedding}.weight" in self._tensors.names)
         return next(found, self.names.prefixes[0])
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros in the model's dtype as the back end takes them."""
+        return self.taken(np.zeros(shape, self._tensors.dtype))
+
     def taken(self, array: Array) -> Tensor:
         """Return an array as the back end takes it."""
         return self._library.tensor(array, self.device)

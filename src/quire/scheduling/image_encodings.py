@@ -47,15 +47,15 @@ class ImageEncodings:
                 self._used[image.serial] = image.num_tokens
                 self.num_found += start <= image.start
                 continue
-            is_first = not step.plan.encodings and image.start <= start
-            if not (is_first or cost + self.inputs.cost < budget) or not self._make_room(step, image.num_tokens):
+            is_first, own = not step.plan.encodings and image.start <= start, self.inputs.cost_of(image.num_tokens)
+            if not (is_first or cost + own < budget) or not self._make_room(step, image.num_tokens):
                 count = max(0, image.start - start)
                 break
             self._held[image.serial] = self._used[image.serial] = image.num_tokens
             self.num_tokens += image.num_tokens
             self.num_encoded += 1
             step.plan.encodings.append(image)
-            cost += self.inputs.cost
+            cost += own
             count = min(count, max(1, budget - cost))
         return self._without_parts(images, start, count) if self.inputs.is_whole else count, cost
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.core.config import QUANTIZED, CacheConfig, KVDtype, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
@@ -39,6 +39,7 @@ from quire_lab.sim.footprint import (
 from quire_lab.sim.hardware import ExchangeMode, Exchanges, Hardware, exchange_mode
 from quire_lab.sim.models import FoundModel
 
+SHOWN_EDGE = 1024               # pixels of the image that a plan names, of a model that reads them in any size
 MAX_HEADER_BYTES = 100 * 2**20  # as in safetensors itself
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
@@ -77,6 +78,7 @@ class MemoryPlan:
     exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
     image_tokens: int = 0        # placeholders of an image; 0: the model reads text alone here
     image_bytes: int = 0         # an image's encoding
+    image_size: str = ""         # pixels of that image, where they have any size
     vision_weight_bytes: int = 0  # the encoder of images, counted in `weight_bytes`, too
 
     @property
@@ -159,15 +161,19 @@ def plan_memory(
     )
 
 
-def _images(model: FoundModel, packing: Packing) -> dict[str, int]:
+def _images(model: FoundModel, packing: Packing) -> dict[str, Any]:
     """Return the fields of images."""
     vision = model.spec.vision
     if vision is None:
         return {}
     element_bytes = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
+    num_tokens, size = vision.num_tokens, ""
+    if vision.merging is not None:
+        num_tokens, size = round(SHOWN_EDGE / vision.unit) ** 2, f"{SHOWN_EDGE} x {SHOWN_EDGE}"
     return {
-        "image_tokens": vision.num_tokens,
-        "image_bytes": vision.num_tokens * vision.hidden_size * element_bytes,
+        "image_tokens": num_tokens,
+        "image_bytes": num_tokens * vision.row_width * element_bytes,
+        "image_size": size,
         "vision_weight_bytes": vision_bytes(model.spec, model.dtype, packing),
     }
 

@@ -18,7 +18,7 @@ from quire import LLM, SamplingParams
 from quire.core.errors import InvalidRequestError
 from quire.engine.options import EngineOptions
 from support.openai_server import NAME, OpenAIServer, openai_server
-from support.small_vision import NUM_TOKENS, write_gemma3, write_llava
+from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_qwen2_5_vl
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
@@ -348,6 +348,44 @@ def test_gemma_3_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
     found = {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
     assert set(best.tolist()) <= found.keys()
     assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_qwen_vl_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
+    """Each image has as many tokens as its size gives; an operator may bound them."""
+    folder = write_qwen2_5_vl(tmp_path)
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    images = [picture("one").resize((75, 140)), picture("two").resize((300, 31))]
+    given = processor(images, return_tensors="pt")
+    counts = [int(grid.prod()) // 4 for grid in given["image_grid_thw"]]
+    assert counts == [8, 11]
+    pads = [f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in counts]
+    whole = f"<|im_start|>user\nwhat{pads[0]}and{pads[1]}<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer(whole, add_special_tokens=False)["input_ids"]])
+    is_image = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=is_image, **given).logits[0, -1]
+    expected, best = torch.log_softmax(logits.float(), -1).topk(5)
+    parts = [{"type": "image", "image": each} for each in images]
+    content = [text("what"), parts[0], text("and"), parts[1]]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    with LLM(folder, **LIMITS) as llm:
+        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        for part, message in (
+            ({"type": "image", "image": picture("one").resize((5, 1001))}, "has 5 x 1001 pixels and is too narrow"),
+            ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "got the type 'video_url'"),
+        ):
+            with pytest.raises(InvalidRequestError, match=message):
+                llm.chat([{"role": "user", "content": [part]}], params, use_tqdm=False)
+    assert output.prompt_token_ids == ids[0].tolist()
+    assert output.outputs[0].logprobs is not None
+    found = {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+    assert set(best.tolist()) <= found.keys()
+    assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
+    with LLM(folder, mm_processor_kwargs={"max_pixels": 4 * 28 * 28}, **LIMITS) as llm:
+        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        assert output.prompt_token_ids.count(int(ids[0, is_image[0].argmax()])) == 4 + 4
 
 
 def test_a_text_model_refuses_images_as_before(demo_model: Path) -> None:

@@ -4,10 +4,12 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
+from quire.core.checks import shown
 from quire.core.errors import ConfigError
 from quire.core.hub import HUB_FILES, TOKENIZER_FILES
+from quire.core.image_processing import PixelLimits
 from quire.core.lora import DEFAULT_MAX_LORAS, DEFAULT_MAX_RANK, MAX_ADAPTERS, MAX_RANK
-from quire.core.options import option
+from quire.core.options import option, parse_json_object
 from quire.core.pooling import Runner
 from quire.model.quantization import DEFAULT_GROUP_SIZE, WHOLE_ROW, Activations, Method, QuantizationOptions
 from quire.text.text_settings import given_chat_template
@@ -78,6 +80,12 @@ class ModelOptions:
         "`matryoshka_dimensions`, `classifier_from_token`, `is_original_qwen3_reranker`, `architectures`; for "
         "embeddings and scores alone ([embeddings.md](embeddings.md)). In Python also a dict",
     )  # fmt: skip
+    mm_processor_kwargs: str = _model(
+        "", "sizes of images, of a model that reads them in any size, as JSON: min_pixels, max_pixels", metavar="JSON",
+        row="JSON object with `min_pixels` and `max_pixels`, in place of those of the model's files: the pixels that "
+        "an image is scaled to, of a model that reads images of any size ([models.md](models.md#what-to-know)). In "
+        "Python also a dict",
+    )  # fmt: skip
     chat_template: str | None = _model(
         None, "file, or text, of a chat template in place of the model's", metavar="FILE|TEXT",
         shown_default="the model's",
@@ -136,6 +144,17 @@ class ModelOptions:
         """The quantization that is asked for. Raises ConfigError for a group size that there is none of."""
         return QuantizationOptions(self.quantization, self.quantization_group_size, self.quantization_activations)
 
+    @property
+    def pixel_limits(self) -> PixelLimits:
+        """The sizes of images of `mm_processor_kwargs`. ConfigError for other keys and for no sizes."""
+        found = parse_json_object(self.mm_processor_kwargs, "mm_processor_kwargs")
+        for key, value in found.items():
+            if key not in ("min_pixels", "max_pixels"):
+                raise ConfigError(f"mm_processor_kwargs can have min_pixels and max_pixels, got {shown(key)}")
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"mm_processor_kwargs: {key} must be an integer of at least 1, got {shown(value)}")
+        return PixelLimits(found.get("min_pixels"), found.get("max_pixels"))
+
     def _check_model(self) -> None:
         if self.tokenizer is None and self.tokenizer_revision not in (None, self.revision):
             raise ConfigError(
@@ -143,7 +162,7 @@ class ModelOptions:
             )
         if self.packed_weights is not None and self.load_format == "dummy":
             raise ConfigError(f"packed_weights {self.packed_weights!r}: load_format 'dummy' has no files to pack")
-        _ = self.quantization_options, self.given_chat_template
+        _ = self.quantization_options, self.given_chat_template, self.pixel_limits
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)

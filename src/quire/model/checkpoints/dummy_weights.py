@@ -144,8 +144,9 @@ def _vision_entries(spec: VisionSpec) -> Iterator[tuple[str, _Entry]]:
     for index, layer in enumerate(spec.tower.layers):
         for each in layer_shapes(spec.tower, layer):
             yield from _tensors(each, prefix + names.layer.format(layer=index), is_transposed=False)
-    for part in (shapes.projector_norm, *shapes.projector):
-        yield from _tensors(part, projector, is_transposed=spec.is_projector_transposed)
+    for own in (shapes.projector, *shapes.deep):
+        for part in (own.norm, *own.layers):
+            yield from _tensors(part, projector, is_transposed=spec.is_projector_transposed)
 
 
 def _tensors(shape: Shape | None, prefix: str, *, is_transposed: bool) -> Iterator[tuple[str, _Entry]]:

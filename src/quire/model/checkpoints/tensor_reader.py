@@ -64,7 +64,7 @@ def require_tensor(
     if name not in checkpoint.names:
         raise ModelError(f"{checkpoint.location()}: tensor {name} is missing; expected shape {list(shape)}")
     found, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-    if found != shape and (len(found) != 4 or len(shape) != 2 or (found[0], prod(found[1:])) != shape):
+    if found != shape and (len(found) not in (4, 5) or len(shape) != 2 or (found[0], prod(found[1:])) != shape):
         raise ModelError(
             f"{checkpoint.location(name)}: tensor {name} has shape {list(found)}, expected {list(shape)}"
         )

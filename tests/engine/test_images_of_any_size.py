@@ -1,0 +1,465 @@
+"""Images of any size in the engine against transformers, and bits that no schedule, cache or preemption changes.
+
+Tokens behind an image have other positions than indexes, and those in it have rows and columns.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.images import PromptImage
+from quire.core.sampling_params import as_sampling_params
+from quire.core.token_ids import pack_tokens
+from quire.engine.options import EngineOptions
+from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.kernels.choice import choose_back_end
+from quire.model.config import num_parameters, spec_from_config
+from quire.model.loader import load_model
+from quire.model.merging_vision import grid_of, merged_flops
+from quire_lab.sim.footprint import weight_bytes
+from quire_lab.sim.hardware import HARDWARE
+from quire_lab.sim.models import read_model
+from quire_lab.sim.planning import plan_memory
+from support.answers import Answer, answers_of
+from support.random_parameters import randomize
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = 1e-4
+IMAGE, UNIT, HIDDEN = 159, 14, 48   # the image token, the pixels of a placeholder in a row, the width of the decoder
+VISION = {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 7, "out_hidden_size": HIDDEN,
+}  # fmt: skip
+TEXT = {
+    "vocab_size": 160, "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+QWEN25_VISION = VISION | {"window_size": 28, "fullatt_block_indexes": [1]}
+QWEN3_VISION = VISION | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 25}
+QWEN25 = {
+    "text_config": TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "vision_config": QWEN25_VISION, "image_token_id": IMAGE,
+}  # fmt: skip
+QWEN3 = {
+    "text_config": TEXT | {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    },
+    "vision_config": QWEN3_VISION, "image_token_id": IMAGE,
+}  # fmt: skip
+FAMILIES = {"qwen2_5_vl": ("Qwen2_5_VL", QWEN25), "qwen3_vl": ("Qwen3VL", QWEN3)}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
+SIZES = ((28, 112), (42, 70), (14, 56), (70, 14), (14, 14))     # pixels; rows of 8, 5, 4 and 1
+
+
+def make_reference(family: str, **changes: object) -> "transformers.PreTrainedModel":
+    """Return a model of transformers with random parameters."""
+    name, config = FAMILIES[family]
+    torch.manual_seed(3)
+    make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
+    model = make(settings(**{**config, **changes})).eval()
+    randomize(model)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    make_reference(request.param).save_pretrained(path)
+    return path
+
+
+@cache
+def pixels(number: int) -> torch.Tensor:
+    return torch.randn(3, *SIZES[number], generator=torch.Generator().manual_seed(number))
+
+
+def patches_of(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return images as transformers' model takes them."""
+    processor = transformers.Qwen2VLImageProcessorPil(patch_size=7, merge_size=2)
+    cut = [processor.patchify(pixels(each).numpy(), 7, 2, 2) for each in numbers]
+    grids = torch.tensor([(1, *grid) for _, *grid in cut])
+    return {"pixel_values": torch.tensor(np.concatenate([rows for rows, *_ in cut])), "image_grid_thw": grids}
+
+
+def features(model: "transformers.PreTrainedModel", numbers: Sequence[int]) -> torch.Tensor:
+    """Return what transformers makes of images [num_tokens, any], with what layers add behind it."""
+    with torch.no_grad():
+        found = model.get_image_features(**patches_of(numbers))
+    deep = getattr(found, "deepstack_features", None) or ()
+    return torch.cat([torch.cat(list(each)) for each in (found.pooler_output, *deep)], 1)
+
+
+def text(seed: int, count: int) -> list[int]:
+    return torch.randint(5, 150, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompt(*parts: list[int] | int) -> TokenizedPrompt:
+    """Return a prompt of texts, lists of ids, and images, their numbers, which are their serials, too."""
+    ids, images = list[int](), list[PromptImage]()
+    for part in parts:
+        if isinstance(part, int):
+            data, (height, width) = pixels(part).numpy(), SIZES[part]
+            grid = height // UNIT, width // UNIT
+            images.append(PromptImage(len(ids), grid[0] * grid[1], part, grid, data.shape, data.tobytes()))
+        ids += [IMAGE] * images[-1].num_tokens if isinstance(part, int) else part
+    return TokenizedPrompt(None, pack_tokens(ids), None, images=tuple(images))
+
+
+def generate(
+    llm: LLM, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+) -> list[RequestOutput]:
+    found = llm._finish_all(llm._prepare(list(prompts), params), use_tqdm=False)
+    llm._engine.engine.scheduler.check()
+    return found
+
+
+def answers(llm: LLM, prompts: Sequence[TokenizedPrompt], params: Any = GREEDY) -> list[list[Answer]]:  # noqa: ANN401
+    return [answers_of(each) for each in generate(llm, prompts, params)]
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:  # noqa: ANN401 (any setting)
+    sizes = {"num_kv_blocks": 48, "max_num_seqs": 8, "block_size": 8}
+    return LLM(folder, skip_tokenizer_init=True, **{**sizes, **settings})
+
+
+PROMPTS = (
+    prompt(text(1, 9), 0, text(2, 6)),
+    prompt(1, text(3, 3)),
+    prompt(text(1, 9), 2, text(4, 3), 1, text(5, 2), 4, text(8, 3)),
+    prompt(text(6, 20)),
+    prompt(text(7, 5), 3),
+    prompt(text(1, 9), 0, 2, text(2, 1)),
+)
+PARAMS = (GREEDY, RANDOM, GREEDY, RANDOM, GREEDY, RANDOM)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[Answer]]:
+    """The answers of PROMPTS, one request after the other, without a prefix cache."""
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        return [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+# --- against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("back_end", ["cpp", "torch", "reference"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2_5_vl", {}),
+        ("qwen2_5_vl", {"fullatt_block_indexes": [0, 2], "window_size": 42}),
+        ("qwen3_vl", {}),
+        ("qwen3_vl", {"deepstack_visual_indexes": [2], "hidden_act": "gelu"}),
+        ("qwen3_vl", {"deepstack_visual_indexes": []}),
+    ],
+    ids=["qwen2.5", "qwen2.5, other windows", "qwen3", "qwen3, last layer", "qwen3, no layers"],
+)
+def test_a_tower_equals_transformers(
+    family: str, changes: dict[str, object], back_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vision = FAMILIES[family][1]["vision_config"]
+    assert isinstance(vision, dict)
+    model = make_reference(family, vision_config=vision | changes)
+    model.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, back_end=choose_back_end("cpu", back_end))
+    assert decoder.vision is not None
+    order = range(len(SIZES))
+    found = [torch.as_tensor(np.asarray(decoder.vision.encode(pixels(each).numpy()))) for each in (*order, 0)]
+    torch.testing.assert_close(torch.cat(found[:-1]), features(model, order), rtol=0, atol=TOLERANCE)
+    assert torch.equal(found[-1], found[0])
+    assert "not used" not in caplog.text
+    assert decoder.num_parameters == num_parameters(decoder.spec)
+    if back_end == "cpp":
+        assert decoder.weight_bytes == weight_bytes(decoder.spec, "float32")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_error_of_a_tower_is_at_most_1_2_times_that_of_transformers(family: str, tmp_path: Path) -> None:
+    rounded = make_reference(family).bfloat16()
+    rounded.save_pretrained(tmp_path)
+    tower = load_model(tmp_path, back_end=choose_back_end("cpu", "torch")).vision
+    assert tower is not None
+    found = torch.cat([tower.encode(pixels(each).numpy()).float() for each in range(len(SIZES))])
+    theirs = features(rounded, range(len(SIZES))).float()
+    exact = features(rounded.float(), range(len(SIZES)))
+    errors = [(each - exact).square().mean().sqrt() for each in (found, theirs)]
+    assert 0 < errors[0] <= 1.2 * errors[1]
+
+
+def test_answers_equal_transformers(folder: Path) -> None:
+    reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    params = replace(GREEDY, max_tokens=32, logprobs=160)
+    with open_llm(folder, max_logprobs=160) as llm:
+        found = generate(llm, PROMPTS[:3], params)
+    for own, asked in zip(found, PROMPTS, strict=False):
+        branch, num_prompt = own.outputs[0], len(asked.token_ids)
+        assert IMAGE not in branch.token_ids            # which transformers would take for an image
+        ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
+        types = {"mm_token_type_ids": (ids == IMAGE).int(), **patches_of([each.serial for each in asked.images])}
+        with torch.no_grad():
+            expected = reference(input_ids=ids, **types).logits[0, num_prompt - 1 : -1].log_softmax(-1)
+        assert expected.argmax(-1).tolist() == list(branch.token_ids)
+        ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
+        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_files_as_published_and_as_in_memory_are_one_model(folder: Path, tmp_path: Path) -> None:
+    """As published the text model of a Qwen2.5-VL is no part of the config, and its rotary positions are `mrope`."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    is_old = config["model_type"] == "qwen2_5_vl"
+    changes = {"model.visual.": "visual."}
+    if is_old:
+        changes = {"visual.": "model.visual.", "model.": "model.language_model."}
+    renamed = dict[str, torch.Tensor]()
+    for name, each in tensors.items():
+        old = next((old for old in changes if name.startswith(old)), "")
+        renamed[changes.get(old, "") + name.removeprefix(old)] = each
+    assert renamed.keys() != tensors.keys()
+    if is_old:
+        own = config.pop("text_config")
+        rope = own.pop("rope_parameters")
+        scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        config = own | config | {"rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with open_llm(folder) as llm:
+        expected = answers(llm, PROMPTS[:1])
+    with open_llm(tmp_path) as llm:
+        assert answers(llm, PROMPTS[:1]) == expected
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_batched_requests_have_their_bits(folder: Path, alone: list[list[Answer]]) -> None:
+    with open_llm(folder) as llm:
+        assert answers(llm, PROMPTS, PARAMS) == alone
+        assert answers(llm, PROMPTS[::-1], PARAMS[::-1]) == alone[::-1]    # all found in the cache
+
+
+def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
+    for budget in range(1, len(PROMPTS[2].token_ids)):
+        with open_llm(folder, max_num_batched_tokens=budget, max_num_seqs=1, enable_prefix_caching=False) as llm:
+            assert answers(llm, PROMPTS[2:3]) == alone[2:3], budget
+
+
+def test_prefix_hits_before_inside_and_behind_images_have_the_bits_of_none(
+    folder: Path, alone: list[list[Answer]]
+) -> None:
+    """A request ends with a whole image; all but its last token is a hit inside of it."""
+    with open_llm(folder) as llm:
+        for index in (0, 2, 4, 5):
+            each, params = PROMPTS[index], PARAMS[index]
+            ids, images = list(each.token_ids), each.images
+            for cut in range(1, len(ids)):
+                if any(image.start < cut < image.start + image.num_tokens for image in images):
+                    continue
+                first, salted = tuple(image for image in images if image.start < cut), each.salted(f"{index} {cut}")
+                shorter = salted._replace(token_ids=pack_tokens(ids[:cut]), images=first)
+                generate(llm, [shorter])
+                (found,) = generate(llm, [salted], params)
+                assert answers_of(found) == alone[index], cut
+                assert found.num_cached_tokens >= cut - (cut == len(ids))
+            own = each.salted(str(index))
+            generate(llm, [own], params)
+            (found,) = generate(llm, [own], params)             # all but the last token, which may be of an image
+            assert (found.num_cached_tokens, answers_of(found)) == (len(ids) - 1, alone[index])
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_have_their_bits(mode: str, folder: Path) -> None:
+    """In a pool with little more room than one request takes, and a cache of one image: pixels are needed again."""
+    row_bytes = HIDDEN * 4 * (3 if "qwen3" in folder.name else 1)
+    settings: dict[str, Any] = {"num_kv_blocks": 13, "preemption_mode": mode, "image_cache_memory": 16 * row_bytes}
+    if mode == "swap":
+        settings["num_swap_blocks"] = 32
+    longer = [replace(each, max_tokens=40) for each in PARAMS]
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        alone = answers(llm, PROMPTS, longer)
+    with open_llm(folder, max_model_len=104, max_num_batched_tokens=24, **settings) as llm:
+        assert answers(llm, PROMPTS, longer) == alone
+        assert sum(llm._engine.engine.kv_stats().preemptions.values()) > 0
+        rows = llm._engine.engine.executor.worker.compute.images  # type: ignore[attr-defined]
+        assert rows.num_bytes <= 16 * row_bytes
+
+
+def test_forks_beams_and_drafts_have_the_bits_of_none(folder: Path) -> None:
+    several, longer = replace(RANDOM, n=3, max_tokens=12), replace(GREEDY, max_tokens=24)
+    beam = BeamSearchParams(beam_width=3, max_tokens=10)
+    with open_llm(folder) as llm:
+        forked, greedy = answers(llm, PROMPTS[:3], several), answers(llm, PROMPTS, longer)
+    beams = []
+    for budget in (64, 13):
+        with open_llm(folder, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
+            assert answers(llm, PROMPTS[:3], several) == forked
+            own = llm._prepare(list(PROMPTS[:3]), as_sampling_params(beam), beam=beam)
+            beams.append([answers_of(each) for each in llm._finish_all(own, use_tqdm=False)])
+            for sequence in beams[-1][0]:           # its score is that of the same tokens behind the same image
+                ids = [*PROMPTS[0].token_ids, *sequence.token_ids]
+                (scored,) = generate(
+                    llm, [PROMPTS[0]._replace(token_ids=pack_tokens(ids))], replace(GREEDY, prompt_logprobs=1)
+                )
+                found = scored.prompt_logprobs or []
+                given = [found[index][ids[index]].logprob for index in range(len(PROMPTS[0].token_ids), len(ids))]  # type: ignore[index]
+                assert sum(given) == pytest.approx(float.fromhex(sequence.cumulative_logprob or ""), abs=TOLERANCE)
+    assert beams[0] == beams[1]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with open_llm(folder, speculative_config=drafts) as llm:
+        assert answers(llm, PROMPTS, longer) == greedy
+
+
+def test_text_has_the_bits_of_the_text_model(folder: Path, tmp_path: Path) -> None:
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    own = {name.replace(".language_model", ""): each for name, each in tensors.items() if "visual." not in name}
+    save_file(own, tmp_path / "model.safetensors")
+    name = "Qwen2ForCausalLM" if config["model_type"] == "qwen2_5_vl" else "Qwen3ForCausalLM"
+    (tmp_path / "config.json").write_text(json.dumps(config["text_config"] | {"architectures": [name]}))
+    prompts = [prompt(text(seed, 5 + seed)) for seed in range(4)]
+    with open_llm(tmp_path) as llm:
+        expected = answers(llm, prompts, RANDOM)
+    with open_llm(folder) as llm:
+        assert answers(llm, prompts, RANDOM) == expected
+        mixed = answers(llm, [PROMPTS[0], *prompts, PROMPTS[2]], RANDOM)
+    assert mixed[1:-1] == expected
+
+
+# --- bounds, bad input ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": (4, 4)}, r"images\[0\]: pixels must be float32 \[3, 56, 56\], got \[3, 28, 112\]"),
+        ({"grid": (8, 2)}, r"images\[0\]: pixels must be float32 \[3, 112, 28\], got \[3, 28, 112\]"),
+        ({"grid": (0, 8)}, r"images\[0\]: must have a grid of at least 1 x 1, got 0 x 8"),
+        ({"num_tokens": 15}, r"images\[0\]: must have 16 placeholders, got 15"),
+        ({"grid": (2, 9), "shape": (3, 28, 126)}, r"images\[0\]: takes 18 tokens, and image_cache_memory holds 17"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str, folder: Path) -> None:
+    image = structs.replace(PROMPTS[0].images[0], **change)
+    row_bytes = HIDDEN * 4 * (3 if "qwen3" in folder.name else 1)
+    with (
+        open_llm(folder, image_cache_memory=17 * row_bytes) as llm,
+        pytest.raises(InvalidRequestError, match=message),
+    ):
+        generate(llm, [PROMPTS[0]._replace(images=(image,))])
+
+
+def test_random_weights_have_a_tower(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with open_llm(tmp_path, load_format="dummy") as llm:
+        first, second = answers(llm, [prompt(0, text(2, 3)), prompt(1, text(2, 3))])
+    assert first != second
+
+
+def test_packed_weights_have_the_tower(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):                                              # written, and taken from there
+        with open_llm(folder, packed_weights=str(tmp_path)) as llm:
+            found.append((answers(llm, PROMPTS[:2]), llm._engine.model.weight_bytes))
+    assert found[0] == found[1]
+
+
+def test_windows_are_consecutive_rows() -> None:
+    """3 x 5 squares of 2 x 2 patches in windows of 2 x 2 squares: the last ones of a row and a column are smaller."""
+    found = grid_of(3, 5, 2, 2)
+    assert found.order.tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
+    assert found.window_lengths.tolist() == [16, 16, 8, 8, 8, 4]
+    assert (found.rows[:8].tolist(), found.columns[:8].tolist()) == ([0, 0, 1, 1] * 2, [0, 1, 0, 1, 2, 3, 2, 3])
+    whole = grid_of(3, 5, 2, 0)
+    assert (whole.order.tolist(), whole.window_lengths.tolist()) == (list(range(15)), [60])
+
+
+def test_the_operations_of_an_image_are_those_of_qwen() -> None:
+    """Qwen2.5-VL 7B's: 32 layers, 4 of them without windows, and the projector: 1.3 GFLOP for each patch."""
+    vision = {"hidden_size": 1280, "out_hidden_size": 3584}
+    config = TEXT | {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "vision_config": vision}
+    spec = spec_from_config({"architectures": ["Qwen2_5_VLForConditionalGeneration"], **config, "vocab_size": 152_064})
+    assert spec.vision is not None
+    assert spec.vision.merging is not None
+    assert (spec.vision.unit, spec.vision.merging.window, spec.vision.row_width) == (28, 4, 3584)
+    row, pair = merged_flops(spec.vision)
+    assert 4 * 1.2e9 < row < 4 * 1.4e9
+    assert pair == 4 * 4 * 1280 * 4**2
+
+
+def test_a_plan_tells_what_an_image_takes(folder: Path) -> None:
+    own = replace(HARDWARE["H100"], device="cpu")
+    found = plan_memory(read_model(str(folder)), own, EngineOptions(str(folder), max_model_len=128))
+    num_tokens = (1024 // UNIT) ** 2                                # of the image that the plan names
+    width = HIDDEN * (3 if "qwen3" in folder.name else 1)
+    assert (found.image_tokens, found.image_bytes) == (num_tokens, num_tokens * width * 4)
+    assert found.image_size == "1024 x 1024"
+    vision = load_model(folder, back_end=choose_back_end("cpu")).weight_bytes
+    text_alone = weight_bytes(replace(read_model(str(folder)).spec, vision=None), "float32")
+    assert found.vision_weight_bytes == vision - text_alone
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen2_5_vl", {"window_size": 13}, "window_size 13 has no square of 2 x 2 patches of 7 pixels"),
+        ("qwen2_5_vl", {"fullatt_block_indexes": [3]}, "fullatt_block_indexes must be a list of integers from 0 to 2"),
+        ("qwen2_5_vl", {"out_hidden_size": 32}, "out_hidden_size 32 must be the text model's hidden_size 48"),
+        ("qwen2_5_vl", {"hidden_size": 24}, "heads of 6 dimensions cannot be rotated by row and column"),
+        ("qwen3_vl", {"num_position_embeddings": 24}, "num_position_embeddings 24 must be a square"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [0, 1, 2]}, "deepstack_visual_indexes must be at most 2 layers"),
+        ("qwen3_vl", {"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes must be at most 2 layers, each"),
+        ("qwen3_vl", {"hidden_act": "mish"}, "hidden_act must be one of"),
+    ],
+)
+def test_encoders_that_cannot_be_served_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    name, config = FAMILIES[family]
+    vision = config["vision_config"]
+    assert isinstance(vision, dict)
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(
+            {"architectures": [f"{name}ForConditionalGeneration"], **config, "vision_config": vision | changes}
+        )
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ([2, 2, 1], "mrope_section must be three numbers of pairs, 4 in all, got"),
+        ([4], "mrope_section must be three numbers of pairs, 4 in all"),
+        ([4, "0", 0], "mrope_section must be three numbers of pairs, 4 in all"),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(sections: list[Any], message: str) -> None:
+    text_config = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": sections}}
+    config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], **QWEN25, "text_config": text_config}
+    with pytest.raises(ModelError, match=message):
+        spec_from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"max_pixels": 0}', "mm_processor_kwargs: max_pixels must be an integer of at least 1, got 0"),
+        ('{"fps": 2}', "mm_processor_kwargs can have min_pixels and max_pixels, got 'fps'"),
+        ("[]", "mm_processor_kwargs must be a JSON object"),
+    ],
+)
+def test_limits_of_pixels_are_checked(given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions("model", mm_processor_kwargs=given)
