@@ -1,8 +1,10 @@
 """The pages in a real browser, over a real server with a key: pressed and read as a person does."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -36,6 +38,23 @@ def in_browser(visit: Callable[[Page], Awaitable[None]]) -> None:
             assert page.asked == page.opened
 
     asyncio.run(run())
+
+
+@asynccontextmanager
+async def generating(url: str, body: dict[str, Any]) -> AsyncIterator[None]:
+    """Send a request again and again, however slow the page is."""
+
+    async def generate() -> None:
+        async with httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client:
+            while True:
+                (await client.post(url, json=body)).raise_for_status()
+
+    task = asyncio.create_task(generate())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def figures(page: Page) -> tuple[int, ...]:
@@ -173,27 +192,17 @@ def test_charts_show_the_steps_and_the_slider_goes_back_in_time(server: ServerPr
 
 
 def test_map_of_a_step_of_the_past_is_shown_again(server: ServerProcess) -> None:
-    body = {"prompt": PREFIX, "n": 4, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body = {"prompt": PREFIX, "n": 4, "max_tokens": 1500, "ignore_eos": True}
 
     async def visit(page: Page) -> None:
         url = f"{server.url}/v1/completions"
-        async with httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client:
-            await client.post(url, json=body | {"n": 1, "max_tokens": 4, "stream": False})
-            await page.open(f"{server.url}/debug/blocks", password=KEY)
-
-            async def generate() -> None:       # again and again, however slow the page is
-                while True:
-                    (await client.post(url, json=body | {"stream": False})).raise_for_status()
-
-            generating = asyncio.create_task(generate())
-            try:
-                await page.until("document.querySelectorAll('#holders .swatch').length === 4")
-                await page.until("document.querySelector('#moment-step').textContent.includes('4 sequences')")
-                told = await page.text("#moment-step")      # steps that come later have a map before them
-                await page.until(f"document.querySelector('#moment-step').textContent !== {told!r}")
-            finally:
-                generating.cancel()
-                await asyncio.wait([generating])
+        httpx.post(url, json=body | {"n": 1, "max_tokens": 4}, headers=HEADERS, timeout=LIMIT_S)
+        await page.open(f"{server.url}/debug/blocks", password=KEY)
+        async with generating(url, body):
+            await page.until("document.querySelectorAll('#holders .swatch').length === 4")
+            await page.until("document.querySelector('#moment-step').textContent.includes('4 sequences')")
+            told = await page.text("#moment-step")      # steps that come later have a map before them
+            await page.until(f"document.querySelector('#moment-step').textContent !== {told!r}")
         await page.until("document.querySelector('#used').textContent === '0'")
         assert await page.text("#map-hint") == ""
         found = (
@@ -228,15 +237,16 @@ def test_charts_are_for_the_operator_alone_where_there_is_one(demo_model: Path) 
 
 
 def test_overview_turns_to_another_part_and_follow_comes_back(demo_model: Path) -> None:
-    body = {"prompt": PREFIX, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    mark = (
+        "(() => { const holder = document.querySelector('#holders button'); "
+        "if (holder?.ariaPressed === 'false') holder.click(); "
+        "return holder?.ariaPressed === 'true' && document.querySelector('#grid.marking .cell.marked') !== null; })()"
+    )
 
     async def visit(page: Page) -> None:
-        await page.open(f"{server.url}/debug/blocks", password=KEY)  # may take longer than the request
-        async with (
-            httpx.AsyncClient(headers=HEADERS, timeout=LIMIT_S) as client,
-            client.stream("POST", f"{server.url}/v1/completions", json=body) as stream,
-        ):
-            assert stream.status_code == 200
+        await page.open(f"{server.url}/debug/blocks", password=KEY)
+        body = {"prompt": PREFIX, "max_tokens": 1900, "ignore_eos": True}
+        async with generating(f"{server.url}/v1/completions", body):
             await page.until("document.querySelectorAll('#overview i.used').length > 0")
             await page.evaluate("document.querySelector('#window').focus()")
             await page.key("ArrowRight")
@@ -244,9 +254,7 @@ def test_overview_turns_to_another_part_and_follow_comes_back(demo_model: Path) 
             assert await page.evaluate("document.querySelector('#follow').ariaPressed") == "false"
             await page.press("#follow")
             await page.until("document.querySelector('#range').textContent === '0 to 1,023 of 1,100'")
-            await page.press("#holders button")
-            assert await page.evaluate("document.querySelector('#holders button').ariaPressed") == "true"
-            await page.until("document.querySelectorAll('#grid.marking .cell.marked').length > 0")
+            await page.until(mark)      # at once, while the holder is there
 
     chromium()
     with running_server(str(demo_model), *FLAGS) as server:  # its first blocks are free
