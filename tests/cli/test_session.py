@@ -29,7 +29,7 @@ def test_warmed_session_is_exported_imported_and_restored(run: Run, tmp_path: Pa
     assert exported.code == 0, exported.err
     imported = run("session", "import", str(file), "--name", "b", "--kv-disk-dir", str(second))
     assert imported.code == 0, imported.err
-    with LLM(num_kv_blocks=256, max_model_len=512, kv_disk_dir=second) as llm:
+    with LLM(num_kv_blocks=256, max_model_len=512, kv_disk_dir=second, kv_disk_size="64MiB") as llm:
         assert llm.saved_sessions() == ["b"]
         session = llm.restore_session("b")
         assert llm.kv_stats().disk["loaded_blocks"] == session.num_tokens // 16
@@ -40,7 +40,7 @@ def test_warmed_session_is_exported_imported_and_restored(run: Run, tmp_path: Pa
 
 
 def test_session_of_a_key_is_not_that_of_clients_without_keys(run: Run, tmp_path: Path) -> None:
-    with LLM(num_kv_blocks=64, max_model_len=256, kv_disk_dir=tmp_path / "kv") as llm:
+    with LLM(num_kv_blocks=64, max_model_len=256, kv_disk_dir=tmp_path / "kv", kv_disk_size="64MiB") as llm:
         llm.create_session([5] * 40).save("a")
     file, directory = tmp_path / "file", ("--kv-disk-dir", str(tmp_path / "kv"))
     assert run("session", "export", "--name", "a", "-o", str(file), *directory).code == 0

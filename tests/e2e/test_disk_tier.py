@@ -26,7 +26,9 @@ def ask(
     directory: Path | None, prompt: list[int] = PROMPT, salt: str | None = None, **settings: Any  # noqa: ANN401
 ) -> tuple[Any, int]:
     """Return the answer of an engine of its own with its logprobs, and the prompt tokens that came from the disk."""
-    with LLM(kv_disk_dir=directory, num_kv_blocks=64, max_num_seqs=4, **settings) as llm:
+    sizes: dict[str, Any] = {"num_kv_blocks": 64, "max_num_seqs": 4}
+    sizes |= {} if directory is None else {"kv_disk_size": "1GiB"}
+    with LLM(kv_disk_dir=directory, **sizes | settings) as llm:
         given: dict[str, Any] = {"prompt_token_ids": prompt}
         if salt is not None:
             given["cache_salt"] = salt
@@ -45,7 +47,7 @@ def test_restart_changes_no_bit_and_computes_only_the_rest(tmp_path: Path) -> No
 
 def test_restart_in_the_middle_of_saving_loses_blocks_and_nothing_else(tmp_path: Path) -> None:
     expected, _ = ask(None)
-    llm = LLM(kv_disk_dir=tmp_path, num_kv_blocks=64, max_num_seqs=4, kv_disk_write_rate=400_000)
+    llm = LLM(kv_disk_dir=tmp_path, kv_disk_size="1GiB", num_kv_blocks=64, max_num_seqs=4, kv_disk_write_rate=400_000)
     llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
     shutil.copytree(tmp_path, tmp_path.parent / "copy")  # what a SIGKILL at this point leaves
     llm.close()
@@ -55,9 +57,10 @@ def test_restart_in_the_middle_of_saving_loses_blocks_and_nothing_else(tmp_path:
     assert num_loaded <= 96
 
 
+@pytest.mark.usefixtures("tests_frozen")
 def test_engine_that_has_slept_finds_what_it_had_computed(tmp_path: Path) -> None:
     expected, _ = ask(None)
-    with LLM(kv_disk_dir=tmp_path, num_kv_blocks=64, enable_sleep_mode=True) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="1GiB", num_kv_blocks=64, enable_sleep_mode=True) as llm:
         llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
         llm.sleep(level=1)
         llm.wake_up()
@@ -67,7 +70,10 @@ def test_engine_that_has_slept_finds_what_it_had_computed(tmp_path: Path) -> Non
 
 
 def test_engines_find_after_a_restart_what_any_of_them_has_stored(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"kv_disk_dir": tmp_path, "data_parallel_size": 2, "num_kv_blocks": 64, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {
+        "kv_disk_dir": tmp_path, "kv_disk_size": "1GiB", "data_parallel_size": 2, "num_kv_blocks": 64,
+        "max_num_seqs": 4,
+    }  # fmt: skip
     prompts = [[number + 2 + place * 7 % 250 for place in range(100)] for number in range(4)]
 
     def outputs(llm: LLM, order: list[list[int]]) -> list[Any]:
@@ -110,7 +116,7 @@ def test_instruction_sets_do_not_read_from_each_other(tmp_path: Path) -> None:
 
 def test_prompt_logprobs_are_computed_although_the_prompt_is_stored(tmp_path: Path) -> None:
     ask(tmp_path)
-    with LLM(kv_disk_dir=tmp_path, num_kv_blocks=64) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="1GiB", num_kv_blocks=64) as llm:
         params = SamplingParams(max_tokens=1, prompt_logprobs=1)
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
     assert output.num_cached_tokens == 0
@@ -120,7 +126,7 @@ def test_prompt_logprobs_are_computed_although_the_prompt_is_stored(tmp_path: Pa
 
 def test_stream_that_is_closed_while_its_prefix_loads_leaves_no_block(tmp_path: Path) -> None:
     ask(tmp_path)
-    with LLM(kv_disk_dir=tmp_path, num_kv_blocks=64) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="1GiB", num_kv_blocks=64) as llm:
         engine = llm._engine.engine
         engine.disk._store.finished = list                     # reads do not return
         params = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -135,7 +141,7 @@ def test_stream_that_is_closed_while_its_prefix_loads_leaves_no_block(tmp_path: 
 def test_step_that_fails_changes_no_answer_of_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = ask(None)
     ask(tmp_path)
-    with LLM(kv_disk_dir=tmp_path, num_kv_blocks=64) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="1GiB", num_kv_blocks=64) as llm:
         engine = llm._engine.engine
         collect, left = engine.executor.collect, [1]
 

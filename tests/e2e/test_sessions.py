@@ -36,7 +36,7 @@ def expected() -> Any:  # noqa: ANN401
 
 
 def saved(directory: Path, name: str = "one", salt: str | None = None, **settings: Any) -> None:  # noqa: ANN401
-    with LLM(kv_disk_dir=directory, kv_disk_write_policy="reused", **SIZES | settings) as llm:
+    with LLM(kv_disk_dir=directory, kv_disk_size="64MiB", kv_disk_write_policy="reused", **SIZES | settings) as llm:
         prompt: dict[str, Any] = {"prompt_token_ids": TOKENS} | ({} if salt is None else {"cache_salt": salt})
         llm.create_session(prompt).save(name)  # type: ignore[arg-type]
 
@@ -61,7 +61,7 @@ def test_session_is_continued_extended_forked_and_deleted(expected: Any) -> None
 
 def test_restored_session_has_the_bits_of_a_computation(tmp_path: Path, expected: Any) -> None:  # noqa: ANN401
     saved(tmp_path)
-    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", **SIZES) as llm:
         assert llm.saved_sessions() == ["one"]
         session = llm.restore_session("one")
         engine = llm._engine.engine
@@ -91,7 +91,7 @@ def test_engines_of_their_own_processes_restore_where_the_request_runs(
     tmp_path: Path, expected: Any  # noqa: ANN401
 ) -> None:
     saved(tmp_path)
-    with LLM(kv_disk_dir=tmp_path, data_parallel_size=2, **SIZES) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", data_parallel_size=2, **SIZES) as llm:
         sessions = [llm.restore_session("one") for _ in range(2)]
         assert llm.kv_stats().disk["loaded_blocks"] >= 6
         assert [answer(llm, each.prompt(MORE)) for each in sessions] == [expected] * 2
@@ -114,7 +114,7 @@ def test_engines_of_their_own_processes_restore_where_the_request_runs(
 ], ids=["dtype", "kv_dtype", "block_size", "arithmetic"])  # fmt: skip
 def test_what_differs_is_named(tmp_path: Path, settings: dict[str, Any], differs: str) -> None:
     saved(tmp_path, dtype="float32")
-    with LLM(kv_disk_dir=tmp_path, **SIZES | {"dtype": "float32"} | settings) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", **SIZES | {"dtype": "float32"} | settings) as llm:
         with pytest.raises(SessionError, match=f"cannot be restored: this engine has {differs} ") as failure:
             llm.restore_session("one")
         assert failure.value.code == "session_incompatible"
@@ -124,7 +124,7 @@ def test_what_differs_is_named(tmp_path: Path, settings: dict[str, Any], differs
 
 def test_another_salt_or_adapter_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, salt="mine")
-    with LLM(kv_disk_dir=tmp_path, enable_lora=True, **SIZES) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", enable_lora=True, **SIZES) as llm:
         for salt in (None, "yours"):
             with pytest.raises(SessionError, match="another cache_salt"):
                 llm.restore_session("one", cache_salt=salt)
@@ -132,7 +132,7 @@ def test_another_salt_or_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_session_that_ends_while_it_is_saved_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", **SIZES) as llm:
         session = llm.create_session({"prompt_token_ids": TOKENS})
         sessions = llm._engine.engine.disk.sessions
         copy = sessions._copy
@@ -152,7 +152,7 @@ def test_session_that_ends_while_it_is_saved_leaves_no_name(tmp_path: Path, monk
 def test_disk_that_is_full_saves_nothing_and_serves_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any  # noqa: ANN401
 ) -> None:
-    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", **SIZES) as llm:
         session = llm.create_session({"prompt_token_ids": TOKENS})
 
         def full(*_: object) -> None:
@@ -167,7 +167,7 @@ def test_disk_that_is_full_saves_nothing_and_serves_on(
 
 
 def test_save_is_answered_when_the_engine_closes(tmp_path: Path) -> None:
-    with LLM(kv_disk_dir=tmp_path, **SIZES) as llm:
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="64MiB", **SIZES) as llm:
         llm.create_session({"prompt_token_ids": TOKENS})
         ended = list[SessionBlocks]()
         llm._engine.engine.disk.sessions.save(-1, tmp_path / "x", ended.append)

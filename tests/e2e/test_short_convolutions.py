@@ -175,12 +175,14 @@ def test_ranks_and_engines_have_the_bits_of_one(model: Path, changes: dict[str, 
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.usefixtures("tests_frozen")
 def test_disk_tier_and_sleep_keep_the_ends_of_blocks(model: Path, tmp_path: Path) -> None:
     prompt, params = asked()[0][1] * 2, SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
     answers, cached = [], []
     for _ in range(2):
         with LLM(
-            model, max_model_len=160, kv_disk_dir=tmp_path, num_kv_blocks=30, enable_sleep_mode=True
+            model, max_model_len=160, kv_disk_dir=tmp_path, kv_disk_size="4MiB", num_kv_blocks=30,
+            enable_sleep_mode=True,
         ) as llm:
             for _ in range(2):
                 (output,) = llm.generate([prompt], params, use_tqdm=False)

@@ -198,7 +198,8 @@ def test_adapters_change_projections_of_latents_but_those_by_head(tmp_path: Path
 
 def test_latents_on_a_disk_are_found_again_with_their_bits(tmp_path: Path) -> None:
     folder = write_random_folder(tmp_path / "model", LATENT, torch.bfloat16)
-    options: dict[str, Any] = {"kv_disk_dir": tmp_path / "disk", "num_kv_blocks": 64, "block_size": 8}
+    disk = {"kv_disk_dir": tmp_path / "disk", "kv_disk_size": "8MiB"}
+    options: dict[str, Any] = disk | {"num_kv_blocks": 64, "block_size": 8}
     found = []
     for _ in range(2):
         with LLM(folder, **options) as llm:

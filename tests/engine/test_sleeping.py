@@ -11,6 +11,8 @@ from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, EngineAsleepError, InvalidRequestError, ModelError
 from quire.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("tests_frozen")
+
 PROMPTS = ["def area(" * count for count in range(1, 12)]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=16, logprobs=2, ignore_eos=True)
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import weakref
 
+import pytest
+
 from quire.server.lifecycle import collect_when_idle
 from support.engine_process import until
 
@@ -31,6 +33,7 @@ def test_objects_of_a_burst_cause_no_full_collection() -> None:
     assert result.stdout.split() == ["0", "True"]
 
 
+@pytest.mark.usefixtures("tests_frozen")
 def test_cycles_are_freed_when_no_request_is_open() -> None:
     async def run() -> None:
         num_open, node = 1, Node()

@@ -11,6 +11,8 @@ from quire.decoding.grammars import compiler
 from quire.decoding.grammars.compiler import CompiledGrammar, GrammarCache, GrammarError
 from support.grammars import Vocabulary
 
+pytestmark = pytest.mark.usefixtures("tests_frozen")
+
 
 @pytest.fixture(scope="module")
 def vocabulary(demo_model: Path) -> Vocabulary:

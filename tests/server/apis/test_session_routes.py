@@ -26,9 +26,9 @@ FIRST, SECOND = {"Authorization": "Bearer first"}, {"Authorization": "Bearer sec
 
 
 def options(demo_model: Path, directory: Path | None, **others: Any) -> EngineOptions:  # noqa: ANN401
-    kept = None if directory is None else str(directory)
+    kept = {} if directory is None else {"kv_disk_dir": str(directory), "kv_disk_size": "64MiB"}
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "num_kv_blocks": 256, "dtype": "float32"}
-    return EngineOptions(model=str(demo_model), kv_disk_dir=kept, **settings | others)
+    return EngineOptions(model=str(demo_model), **settings | kept | others)
 
 
 @pytest.fixture(scope="module")
