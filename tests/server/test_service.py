@@ -124,7 +124,7 @@ def test_request_that_has_been_sent_is_counted_once() -> None:
     requests = [prepared(10, n=4), prepared(60)]
     with service.admission.reserve_tokens(service.client, service.options, requests) as reserved:
         service.client.num_queued_tokens = 40  # type: ignore[misc]
-        reserved.sent(requests[0])
+        reserved.sent()
         assert service.admission.num_preparing_tokens == 60
         assert "100 prompt tokens x n wait already" in token_refusal(service, prepared(1)).message
     assert service.admission.num_preparing_tokens == 0

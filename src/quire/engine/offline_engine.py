@@ -256,7 +256,7 @@ class LocalEngine(OfflineEngine):
         started_s = time.monotonic()
         deltas = engine.step()
         try:
-            admissions = engine.admissions
+            admissions, block_lives = engine.admissions, engine.take_block_lives()
             self.outputs.record_scheduled(engine.scheduler.step.preempted, admissions, started_s)
             now_s = time.monotonic()
             if chunks := engine.prompts_left.chunks:
@@ -264,7 +264,7 @@ class LocalEngine(OfflineEngine):
             processed = self.outputs.process(deltas, now_s)
             step = Stepped(
                 started_s, engine.num_computed_tokens, admissions, deltas, _NO_STATE, timing=engine.timing,
-                block_lives=engine.take_block_lives(),
+                block_lives=block_lives,
             )
             self._observer.on_step(step, processed)
             self.unread |= {request_id: self.outputs.output(request_id) for request_id in processed.ready}

@@ -150,9 +150,8 @@ class QueueReservations:
 
         ApiError 429 while too many tokens wait, 400 if the call alone has more than may ever wait.
         """
-        num_tokens = 0
-        for prepared in requests:
-            num_tokens += prepared.request.num_queued_tokens
+        counts = [prepared.request.num_queued_tokens for prepared in requests]
+        num_tokens = sum(counts)
         limit, num_queued = limits.max_queued_tokens, self.num_preparing_tokens + client.num_queued_tokens
         if num_tokens > limit:
             invalid(f"prompt tokens x n are {num_tokens}; at most {limit} may wait (max_queued_tokens)", param=param)
@@ -160,7 +159,7 @@ class QueueReservations:
             self._metrics.queue_full("max_num_queued_tokens")
             retry_after_s = self._metrics.retry_after_s(self.num_preparing + client.num_queued)
             raise too_many_queued_tokens(num_queued, limit, retry_after_s)
-        return TokenReservation(self, num_tokens)
+        return TokenReservation(self, counts)
 
 
 class AdmittedCall:
@@ -209,23 +208,21 @@ class AdmittedCall:
 class TokenReservation:
     """Prompt tokens x n of a call that is being sent, counted as queued within its context."""
 
-    __slots__ = ("_control", "_num_unsent")
+    __slots__ = ("_control", "_unsent")
 
-    def __init__(self, control: QueueReservations, num_tokens: int) -> None:
-        self._control, self._num_unsent = control, num_tokens
-        control.num_preparing_tokens += num_tokens
+    def __init__(self, control: QueueReservations, counts: list[int]) -> None:
+        self._control, self._unsent = control, counts[::-1]
+        control.num_preparing_tokens += sum(counts)
 
     def __enter__(self) -> Self:
         return self
 
-    def sent(self, prepared: PreparedRequest) -> None:
-        """Stop counting a request that was sent: from now on the engine's client counts it."""
-        num_tokens = prepared.request.num_queued_tokens
-        self._num_unsent -= num_tokens
-        self._control.num_preparing_tokens -= num_tokens
+    def sent(self) -> None:
+        """Stop counting the next request, which was sent: from now on the engine's client counts it."""
+        self._control.num_preparing_tokens -= self._unsent.pop()
 
     def __exit__(self, *error: object) -> None:
-        self._control.num_preparing_tokens -= self._num_unsent
+        self._control.num_preparing_tokens -= sum(self._unsent)
 
 
 MAX_NAMES_TOLD = 10  # bound on names in the error for an unknown model

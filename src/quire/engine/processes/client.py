@@ -179,7 +179,7 @@ class EngineClient(SingleEngine):
 
     def __init__(
         self, connection: EngineConnection, options: EngineOptions, observer: Observer,
-        request_ids: Iterator[int], owners: OwnerLabels | None, on_close: Callable[[int], None],
+        request_ids: Iterator[int], owners: OwnerLabels | None, on_close: Callable[[int], None] | None,
         *, packs_outputs: bool = True, on_stall: OnStall = "ignore",
     ) -> None:  # fmt: skip
         ready, tokenizer = connection.ready, connection.tokenizer
@@ -213,7 +213,7 @@ class EngineClient(SingleEngine):
         *,
         requires_tokenizer: bool = False,
         tokenizer: Tokenizer | None = None,
-        on_close: Callable[[int], None] = lambda request_id: None,
+        on_close: Callable[[int], None] | None = None,
         packs_outputs: bool = True,
         on_stall: OnStall = "ignore",
     ) -> Self:
@@ -314,7 +314,8 @@ class EngineClient(SingleEngine):
 
     def _on_closed(self, request_id: int) -> None:
         self._forecast.forget(request_id)
-        self._on_close(request_id)
+        if self._on_close is not None:
+            self._on_close(request_id)
 
     def _on_abort(self, request_id: int, finished: FinishedRequest) -> None:
         self._send(messages.Abort(request_id))
@@ -368,11 +369,8 @@ class EngineClient(SingleEngine):
     @property
     def stalled_s(self) -> float:
         """Seconds since the engine made progress, although it has work or was asked for a sign; else 0."""
-        return 0.0 if self._has_no_work else time.monotonic() - self._last_progress_s
-
-    @property
-    def _has_no_work(self) -> bool:
-        return (self._is_idle and not self._streams.queued.requests) or bool(self.sleeping)
+        is_at_rest = self._is_idle and not self._streams.queued.requests
+        return 0.0 if is_at_rest or self.sleeping else time.monotonic() - self._last_progress_s
 
     def log_stacks(self) -> None:
         """Make the engine write the stacks of its threads to its error stream, as soon as it can."""
@@ -470,7 +468,7 @@ class EngineClient(SingleEngine):
                 self._send(messages.Ping())
 
         while True:
-            await wait_for_stall(limit_s, lambda: self._num_signs, lambda: not self._has_no_work, ask)
+            await wait_for_stall(limit_s, lambda: self._num_signs, lambda: self.stalled_s > 0.0, ask)
             if self._on_stall == "end":
                 self.log_stacks()
                 await asyncio.sleep(limit_s / LOOKS_PER_LIMIT)  # for the stacks; the decision stands

@@ -57,7 +57,20 @@ class Before(NamedTuple):
     prompts: StepWork = StepWork()
 
 
-_NONE = Before()
+class _Total(NamedTuple):
+    """Requests, their prompt tokens, and the squares of the lengths of their prompts."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_squares: int = 0
+
+    @property
+    def work(self) -> StepWork:
+        """Work of the prompts: the sum of `chunk_work` of each."""
+        return StepWork(self.num_tokens, (self.num_squares + self.num_tokens) / 2, self.num_tokens)
+
+
+_NONE = _Total()
 
 
 class QueuedRequests:
@@ -66,8 +79,8 @@ class QueuedRequests:
     def __init__(self) -> None:
         self.requests = dict[int, Request]()
         self.num_tokens = 0                         # prompt tokens x n
-        self._by_priority = dict[int, Before]()
-        self._by_client = dict[str, Before]()
+        self._by_priority = dict[int, _Total]()
+        self._by_client = dict[str, _Total]()
         self._weights = dict[str, float]()          # clients, by their last requests
 
     def __len__(self) -> int:
@@ -99,31 +112,28 @@ class QueuedRequests:
         """
         first = {key: each for key, each in self._by_priority.items() if policy != "priority" or key <= asked.priority}
         num_requests = sum(each.num_requests for each in first.values())
-        total = sum((each.prompts for each in first.values()), StepWork())
+        total = sum((each.work for each in first.values()), StepWork())
         if policy != "fair":
             return Before(num_requests, total)
-        own = self._by_client.get(asked.client_id, Before()).prompts
+        own = self._by_client.get(asked.client_id, _NONE).work
         share = (own.num_tokens + asked.prompt.num_tokens) / asked.weight
-        for client_id, (_, work) in self._by_client.items():
+        for client_id, total_of in self._by_client.items():
             if client_id != asked.client_id:
-                part = min(1.0, share * self._weights[client_id] / max(work.num_tokens, 1.0))
-                own += StepWork(*(part * each for each in work))
+                part = min(1.0, share * self._weights[client_id] / max(total_of.num_tokens, 1.0))
+                own += StepWork(*(part * each for each in total_of.work))
         return Before(round(num_requests * own.num_tokens / max(total.num_tokens, 1.0)), own)
 
     def _count(self, request: Request, sign: int) -> None:
         """Add a request to the totals, or subtract it."""
-        num_tokens, num_attended, num_context, _ = chunk_work(0, len(request.prompt_token_ids))
-        self.num_tokens += sign * len(request.prompt_token_ids) * request.params.n
-        counted: tuple[tuple[dict[Any, Before], object], ...] = (
+        length = len(request.prompt_token_ids)
+        self.num_tokens += sign * length * request.params.n
+        counted: tuple[tuple[dict[Any, _Total], object], ...] = (
             (self._by_priority, request.priority), (self._by_client, request.client_id)
         )  # fmt: skip
         for totals, key in counted:
-            num_requests, (tokens, attended, context, _) = totals.get(key, _NONE)
+            num_requests, num_tokens, num_squares = totals.get(key, _NONE)
             if num_requests + sign:
-                tokens, attended, context = (
-                    tokens + sign * num_tokens, attended + sign * num_attended, context + sign * num_context
-                )  # fmt: skip
-                totals[key] = Before(num_requests + sign, StepWork(tokens, attended, context))
+                totals[key] = _Total(num_requests + sign, num_tokens + sign * length, num_squares + sign * length**2)
             else:
                 del totals[key]
         if request.client_id not in self._by_client:

@@ -6,7 +6,7 @@ Tokens and times of its engine requests are counted for the response's usage and
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 from quire.core.deltas import FinishReason
 from quire.core.errors import DeadlineExceededError, InvalidRequestError
@@ -119,6 +119,11 @@ _TOKENS_PER_PIECE = 256            # take as long to record as a piece
 class Generation:
     """Output streams of one API request, one per prompt. The owner calls `finish`, and `release` afterwards."""
 
+    __slots__ = (
+        "_admitted", "_history", "_logprobs", "_num_recorded", "_past", "_record", "_request", "_slices", "_streams",
+        "usage",
+    )  # fmt: skip
+
     def __init__(
         self, service: Service, request: ApiRequest, streams: Sequence[RequestStream], record: RequestRecord,
         logprobs: LogprobReservation, admitted: AdmittedCall,
@@ -127,13 +132,11 @@ class Generation:
         self._past: list[PastRequest] = []
         for prepared, stream in zip(request.requests, streams, strict=True):
             prompt = prepared.prompt
-            num_image_tokens = sum(image.num_tokens for image in prompt.images)
+            num_image_tokens = sum(image.num_tokens for image in prompt.images) if prompt.images else 0
             self.usage.append(RequestUsage(stream.metrics, len(prompt.token_ids), num_image_tokens))
             reads_cache, n = prepared.request.reads_cache, prepared.request.params.n
             self._past.append(PastRequest(prompt, stream.metrics, reads_cache, num_branches=n))
         self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
-        # fields in the engine's errors -> fields of the body
-        self._names = {"structured_outputs": request.constraint_field, "deadline_ms": request.deadline_field}
         self._logprobs, self._admitted = logprobs, admitted
         admitted.is_kept = True
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop
@@ -164,7 +167,7 @@ class Generation:
                     prepared.request.received_s = request.received_s or None
                     stream = await service.client.add(prepared, external_id=request.id, arrival_s=arrival_s, kind=kind)
                     streams.append(stream)
-                    reserved.sent(prepared)
+                    reserved.sent()
                     num_tokens += len(prepared.prompt.token_ids)
                     if number % _REQUESTS_PER_ITERATION == 0 or num_tokens > _TOKENS_PER_ITERATION:
                         num_tokens = 0
@@ -182,7 +185,7 @@ class Generation:
             for index, stream in enumerate(self._streams):
                 outputs.append(await self._record_output(index, await anext(stream)))
         except (InvalidRequestError, DeadlineExceededError) as error:
-            raise_renamed(error, self._names)
+            self._raise_renamed(error)
         return outputs
 
     async def send_all(self, consume: Callable[[int, RequestOutput], Awaitable[None]]) -> None:
@@ -212,7 +215,12 @@ class Generation:
             async for output in self._streams[index]:
                 await consume(index, await self._record_output(index, output))
         except (InvalidRequestError, DeadlineExceededError) as error:
-            raise_renamed(error, self._names)
+            self._raise_renamed(error)
+
+    def _raise_renamed(self, error: InvalidRequestError | DeadlineExceededError) -> NoReturn:
+        """Raise an error of the engine with the field of the body that it is about."""
+        call = self._request
+        raise_renamed(error, {"structured_outputs": call.constraint_field, "deadline_ms": call.deadline_field})
 
     async def _record_output(self, index: int, output: RequestOutput) -> RequestOutput:
         """Record the tokens of an output, in slices of _PIECES_PER_ITERATION pieces."""

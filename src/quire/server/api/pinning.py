@@ -52,7 +52,7 @@ async def pin_prompt(
                     await before(prepared.request)
                 with service.admission.reserve_tokens(client, options, [prepared], param="prompt") as reserved:
                     stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
-                    reserved.sent(prepared)
+                    reserved.sent()
             except BaseException:
                 client.unpin(prepared.request.request_id)
                 raise

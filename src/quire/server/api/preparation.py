@@ -190,11 +190,11 @@ async def prepare(
     A prompt that is too long for the model is reported before the sum: clients look for that error and shorten it.
     """
     num_chars = sum(map(len, prompts))
-    if set(map(type, prompts)) == {str}:
-        check_deadline(service, call, num_chars)
     if len(prompts) == 1 and num_chars <= SHORT_CHARS and not call.checked.params.bad_words:
         _prepare(service, call, tokenize, prompts)
     else:
+        if set(map(type, prompts)) == {str}:
+            check_deadline(service, call, num_chars)     # the number of tokens is an estimate here
         work = partial(_prepare, service, call, tokenize, prompts)
         await service.threads.run(num_chars, work, call.client_id)
 

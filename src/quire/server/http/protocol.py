@@ -213,12 +213,25 @@ class _Event:
             await future
 
 
+class _Pipeline(list[Any]):
+    """What uvicorn uses of a deque, which takes 624 bytes while it is empty: few requests wait on a connection."""
+
+    __slots__ = ()
+
+    def appendleft(self, call: object) -> None:
+        self.insert(0, call)
+
+    def popleft(self) -> None:
+        del self[0]
+
+
 @dataclass(slots=True)
 class _HeaderSize:
-    """Headers of one request so far, trailers included."""
+    """Headers of one request so far, trailers included, and what the parser holds of anything."""
 
     num_headers: int = 0
     num_bytes: int = 0
+    num_held_bytes: int = 0     # given to the parser, and not yet reported by it
 
 
 class Protocol(HttpToolsProtocol):
@@ -226,8 +239,8 @@ class Protocol(HttpToolsProtocol):
 
     # Beside a dict with uvicorn's attributes: all connections share its keys, which they would not with more than 30.
     __slots__ = (
-        "_answering", "_gate", "_header_size", "_is_refused", "_limits", "_num_held_bytes",
-        "_paced", "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",
+        "_answering", "_gate", "_header_size", "_is_refused", "_limits", "_paced",
+        "_part", "_pending_error", "_receive_timer", "_refused", "_send_timer",
     )  # fmt: skip
 
     def __init__(
@@ -235,10 +248,10 @@ class Protocol(HttpToolsProtocol):
         *args: Any, **kwargs: Any,  # noqa: ANN401 (uvicorn's)
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
+        self.pipeline = _Pipeline()  # type: ignore[assignment]
         self._limits, self._refused, self._paced, self._gate = limits, refused, paced, gate
         self._part: Part | None = None                # being received, of an incomplete request
         self._header_size = _HeaderSize()
-        self._num_held_bytes = 0                      # given to the parser, and not yet reported by it
         self._is_refused = False
         self._answering: RequestResponseCycle | None = None  # the current request; uvicorn's `cycle` is the latest
         self._pending_error: ApiError | None = None      # sent after the responses to all earlier requests
@@ -301,11 +314,11 @@ class Protocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._unset_keepalive_if_required()
-        self._num_held_bytes += len(data)
+        self._header_size.num_held_bytes += len(data)
         try:
             self.parser.feed_data(data)
-            if self._num_held_bytes > self._limits.max_header_bytes:
-                self._check_header_bytes(self._num_held_bytes)
+            if self._header_size.num_held_bytes > self._limits.max_header_bytes:
+                self._check_header_bytes(self._header_size.num_held_bytes)
         except httptools.HttpParserUpgrade as upgrade:
             head, self.parser = self._plain_head(), httptools.HttpRequestParser(self)
             self._parse(head + data[upgrade.args[0] :])
@@ -320,21 +333,21 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the timer of a request."""
         self._part = "head"
-        self._header_size = _HeaderSize()
+        self._header_size.num_headers = self._header_size.num_bytes = 0
         self._start_receive_timer()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """Check the URL so far."""
         super().on_url(url)
-        self._num_held_bytes -= len(url)
+        self._header_size.num_held_bytes -= len(url)
         if len(self.url) > self._limits.max_url_bytes:
             raise _too_large(f"the URL is longer than {self._limits.max_url_bytes} bytes (max_url_bytes)")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Check a header, or count a trailer and drop it."""
-        self._num_held_bytes -= len(name) + len(value)
         size = self._header_size
+        size.num_held_bytes -= len(name) + len(value)
         size.num_bytes += len(name) + len(value)
         size.num_headers += 1
         if size.num_headers > self._limits.max_headers:
@@ -368,7 +381,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Check the body of a queued request."""
-        self._num_held_bytes = 0
+        self._header_size.num_held_bytes = 0
         super().on_body(body)
         if self.pipeline and len(self.cycle.body) > HIGH_WATER_LIMIT:
             message = f"more than {HIGH_WATER_LIMIT} bytes of a body wait on this connection behind other requests"
@@ -377,7 +390,7 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Stop the timer of a complete request."""
         is_upgrade, self._part = self._part == "upgrade", None
-        self._num_held_bytes = 0
+        self._header_size.num_held_bytes = 0
         if is_upgrade:
             return
         self._cancel_receive_timer()

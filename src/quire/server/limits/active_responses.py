@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TypeVar
 
+import msgspec
 from starlette.types import Receive, Scope
 
 from quire.server.errors import ApiError
@@ -17,10 +18,10 @@ class ClientDisconnectedError(Exception):
     """The client closed its connection before the end of the response."""
 
 
-class Disconnect:
+class Disconnect(msgspec.Struct, eq=False):
     """Notice of the end of a client's connection, for the response that is being computed."""
 
-    has_happened = False
+    has_happened: bool = False
     response: "ActiveResponse | None" = None
 
     def notify(self) -> None:

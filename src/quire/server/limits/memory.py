@@ -152,12 +152,13 @@ class LogprobMemory:
 
     def __init__(self) -> None:
         self.num_bytes = 0                       # reserved by running calls
+        self._nothing = LogprobReservation(self, 0)
 
     def reserve(self, prepared: Sequence[PreparedRequest], limits: Limits) -> "LogprobReservation":
         """Reserve memory for a call. ApiError 400 if it alone exceeds the bound, 429 if it does with other calls."""
         params = prepared[0].request.params      # the same for all prompts of a call
         if params.logprobs is None and params.prompt_logprobs is None and params.prompt_logprob_token_ids is None:
-            return LogprobReservation(self, 0)
+            return self._nothing
         requests = [each.request for each in prepared]
         num_candidates = sum(_num_output_candidates(request) for request in requests)
         most = limits.max_output_candidates
@@ -181,6 +182,8 @@ class LogprobMemory:
 
 class LogprobReservation:
     """Memory of one call, until it is released."""
+
+    __slots__ = ("_memory", "_num_bytes")
 
     def __init__(self, memory: LogprobMemory, num_bytes: int) -> None:
         self._memory, self._num_bytes = memory, num_bytes

@@ -351,7 +351,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
         self._num_added = [self._num_added_chars(each.prompt) for each in request.requests] if has_logprobs else None
         self._null_fields = _NULL_FIELDS_OF_CHUNKS if request.stream else _NULL_FIELDS
         self._logprobs: dict[int, CompletionLogprobs] = {}  # choice -> its logprobs, once it has output
-        self._begun: set[int] = set()            # choices with a first part
+        self._begun: dict[int, None] = {}        # choices with a first part; an empty set takes three times as much
 
     @cached_property
     def _names(self) -> TokenNames:
@@ -374,7 +374,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder):
                 pieces = [self._prompt_part(prompt_index), *pieces]
             choice["logprobs"] = completion_logprobs(pieces)
         if is_first:
-            self._begun.add(index)
+            self._begun[index] = None
             self._add_prompt(choice, prompt_index)
         return choice
 
