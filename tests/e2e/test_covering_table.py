@@ -358,8 +358,9 @@ def check_row(row: Row, folder: Path, ranks: type[ForkedRanks] | None = None) ->
         enable_lora=row.adapter != "none",
         itl_target_ms=row.itl_target_ms,
     )
-    opened = with_disk(row, prefix, own, open_llm) if has_disk(row) else open_llm()
-    with ranks_as(ranks or ForkedRanks), opened as llm:
+    with (
+        ranks_as(ranks or ForkedRanks), with_disk(row, prefix, own, open_llm) if has_disk(row) else open_llm() as llm
+    ):  # fmt: skip
         fix_times(llm)
         wholes = [list(prompt + each.token_ids) for each in expected] if row.speculation == "oracle" else None
         drafts = None if row.speculation == "none" else let_draft(llm, wholes)

@@ -116,7 +116,7 @@ def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
     write_adapter(tmp_path / "b", model, 2, targets=("k_proj", "up_proj"), rank=3, lora_alpha=7)
     write_adapter(tmp_path / "c", model, 3, rank=16, ranks={"q_proj": 5, "down_proj": 1}, use_rslora=True)
     requests = [None, *(LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate("abc", 1)), None]
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=0) for n in (4, 4, 4, 4, 15)]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=0) for n in (3, 3, 3, 3, 9)]
     settings = {"model": model, "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
     prompts, found = [[7, 3 + i, 9] for i in range(5)], list[list[float]]()
     for make, lora in ((LLM, {"enable_lora": True}), (interpreted, {"enable_lora": True, "max_loras": 2})):
