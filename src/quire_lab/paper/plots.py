@@ -57,7 +57,7 @@ class Lines(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """In every group a bar for each of the series, side by side, or one on the other; values beside them."""
+    """Groups with a bar for each of the series, side by side, or one on the other; values beside them."""
 
     title: str
     groups: Sequence[str]

@@ -10,7 +10,7 @@ from quire.cli.top.reading import Quantiles, Snapshot, View
 
 MAX_OWNERS, MAX_ENGINES = 8, 32  # rows
 NUM_REASONS = 3
-NAMED = "ABCDEFGH"               # of the owners, in the bar
+NAMED = "ABCDEFGH"               # letters of the owners in the bar
 CACHED, FREE = "=", "."
 _STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 NONE = "-"

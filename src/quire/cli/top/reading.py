@@ -20,7 +20,7 @@ MAX_PAGE_BYTES = 16 << 20
 TIMEOUT_S = 5.0
 _RUNNING = "vllm:num_requests_running"
 
-Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]  # by name: labels and values
+Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]  # metric name -> labels and values
 
 
 class UnreadableServerError(EngineError):
@@ -114,7 +114,7 @@ def samples_of(page: str, place: str) -> Samples:
 
 
 class Quantiles(NamedTuple):
-    """Of the values between two readings, in seconds."""
+    """Quantiles of the values between two readings, in seconds."""
 
     p50: float
     p99: float
@@ -134,10 +134,10 @@ class View(msgspec.Struct, frozen=True):
     ttft_s: Quantiles | None  # arrival to the first token
     gap_s: Quantiles | None  # between two tokens of a choice
     step_s: Quantiles | None
-    hit_rate: float | None  # of prompt tokens that were looked up in the prefix cache
-    on_target: float | None  # of requests with targets of time, those that met all
-    kv_usage: float  # of the blocks, those in use
-    kv_blocks: dict[str, int]  # by state: used, cached, free
+    hit_rate: float | None  # share of the prompt tokens that were looked up in the prefix cache
+    on_target: float | None  # share of the requests with targets of time that met all
+    kv_usage: float  # share of the blocks in use
+    kv_blocks: dict[str, int]  # state (used, cached, free) -> blocks
     kv_pinned: int
     kv_owners: dict[str, int]  # blocks in use, by API key and cache salt
 

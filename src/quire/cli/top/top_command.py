@@ -79,7 +79,7 @@ class Controls:
     """What the keys have chosen."""
 
     is_paused: bool = False
-    sort: int = 0  # of SORTS
+    sort: int = 0  # index in SORTS
     engine: int | None = None  # place in the snapshot's engines; None: all
     is_over: bool = False
 

@@ -173,7 +173,7 @@ class FusedOps:
         self._externals = buffers.externals(self._outputs.values())
         self._cache_ops = {op.layer: op for op in stretch if isinstance(op, _CACHE_OPS)}
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
-        self._first_keys: Callable[[], Array | None] = lambda: None  # caches whose addresses the extension has
+        self._first_keys: Callable[[], Array | None] = lambda: None  # caches of the addresses that the extension has
         self._linears = buffers.linears
         self._factors = WeakKeyDictionary[AdapterWeights, _kernels.AdapterFactors]()
 

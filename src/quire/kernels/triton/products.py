@@ -34,7 +34,7 @@ LEAST_SLICE = 32     # the least depth of a product of int8 on matrix units
 COLUMNS = 64         # outputs of a tile
 FEW_ROWS = 16        # the least height of a product on matrix units
 EXACT_ROWS = 64      # the least height of the wide product of sm_90 (wgmma) and of sm_100 (tcgen05)
-LEAST_PROGRAMS = 128  # of a launch: about one on each processor of a card
+LEAST_PROGRAMS = 128  # a launch has at least so many: about one on each processor of a card
 
 LIMIT, SMALLEST = tl.constexpr(float(ACTIVATION_LIMIT)), tl.constexpr(SMALLEST_ABSMAX)
 ROUNDING = tl.constexpr(WHOLE_NUMBERS)

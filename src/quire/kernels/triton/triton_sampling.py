@@ -38,7 +38,7 @@ BLOCK = 4096  # tokens of a tile
 NUM_BINS, BINS_PER_UNIT = tl.constexpr(1024), tl.constexpr(32.0)  # up to exp(-32): lower weights are 0
 CAPACITY = 4096  # tokens near the cuts that one program holds
 UNIT = tl.constexpr(2.0**44)
-MARGIN = tl.constexpr(1e-4)  # that float32 exponentials of up to -32 are off, with room to spare
+MARGIN = tl.constexpr(1e-4)  # error of float32 exponentials of up to -32, with room to spare
 LOWEST, HIGHEST = tl.constexpr(-(2**62)), tl.constexpr(2**62)  # below and above all orders
 ID_BITS, LAST_ID = tl.constexpr(19), tl.constexpr(2**19 - 1)
 MAX_VOCAB_SIZE = 2**19 - 1  # an int64 holds the sum of so many weights, and an order their ids
@@ -72,7 +72,7 @@ def choose_tokens(logits: Tensor, draws: NDArray[np.void] | Tensor | None = None
     found = scratch(num_cut * CAPACITY, torch.int32)
     row = (logits, table, table.view(torch.float32), table.view(torch.int64), bests, vocab_size, logits.stride(0))
     tiles = {"NUM_TILES": triton.next_power_of_2(num_tiles), "BLOCK": block, "num_warps": 8}
-    tiles |= card.launch_options(logits.device)  # of all but the first, which follows a memset
+    tiles |= card.launch_options(logits.device)  # for all launches but the first, which follows a memset
     grid, num_found = (num_rows, num_tiles), bins[num_cut * 2 * NUM_BINS.value :]
     _best_kernel[grid](logits, bests, vocab_size, logits.stride(0), BLOCK=block, num_warps=8)
     _weigh_kernel[grid](*row, sums, bins, num_tiles, **tiles)
