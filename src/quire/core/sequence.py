@@ -94,8 +94,8 @@ class Request:
     received_s: float | None = None   # when the server received it, on the monotonic clock, which processes share
     arrived_s: float = 0.0            # the same on the engine's clock; set by the engine
     live: list[Sequence] = field(default_factory=list)     # unfinished branches, in the order of their indices
-    prompt_logprobs: LogprobTable = field(default_factory=LogprobTable)  # positions 1, 2, ... as far as computed
-    prompt_scores: bytearray = field(default_factory=bytearray)  # tokens that params name, as far as computed
+    prompt_logprobs: LogprobTable | None = None  # positions 1, 2, ... as far as computed; None: none is, as the next
+    prompt_scores: bytearray | None = None       # tokens that params name, as far as computed
     queue_key: QueueKey = (0, 0)      # sort key of the queues, set by the scheduler: ids are not in order of arrival
     end_token_ids: frozenset[int] = frozenset()  # eos_token_ids and stop_token_ids; set by the scheduler
     is_plain: bool = False            # whether its sampled tokens need no look but at `end_token_ids` and `max_tokens`

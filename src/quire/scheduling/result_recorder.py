@@ -9,7 +9,7 @@ from itertools import chain, compress, repeat
 
 from quire.cache.manager import KVCacheManager
 from quire.core.deltas import SequenceDelta, TokenLogprobs
-from quire.core.logprob_table import SCORE_BYTES, width_of
+from quire.core.logprob_table import SCORE_BYTES, LogprobTable, width_of
 from quire.core.plan import PromptLogprobsChunk, RowResult, StepResult
 from quire.core.pooling import BeamTask
 from quire.core.sampling_params import RepetitionDetector, SamplingParams
@@ -193,13 +193,17 @@ class ResultRecorder:
         request = next((r for r in self._queues.running if any(s.row == chunk.row for s in r.live)), None)
         if request is None:
             return                                                      # aborted while the step ran
+        if request.prompt_logprobs is None:
+            request.prompt_logprobs = LogprobTable()
         known = 1 + len(request.prompt_logprobs)
         request.prompt_logprobs.extend(chunk.tokens[max(0, known - chunk.start) :])
         if chunk.scores:
             params = request.params
             first_row = max(0, chunk.start - 1 - (params.prompt_logprob_start or 0))
             begin = first_row * width_of(params.prompt_logprob_token_ids) * SCORE_BYTES
-            request.prompt_scores += chunk.scores[max(0, len(request.prompt_scores) - begin) :]
+            stored = request.prompt_scores or bytearray()
+            stored += chunk.scores[max(0, len(stored) - begin) :]
+            request.prompt_scores = stored
 
 
 # --- stop checks --------------------------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def _check_stop(request: Request, sequence: Sequence, token: int, logprobs: Toke
         delta.logprobs = [logprobs]
     if num_output_tokens == 1 and sequence.index == 0:
         delta.prompt_logprobs = request.prompt_logprobs or None
-        delta.prompt_scores = bytes(request.prompt_scores) or None
+        delta.prompt_scores = bytes(request.prompt_scores or b"") or None
     if num_output_tokens >= request.max_tokens:
         delta.finish_reason = "length"
     is_stop = token in request.stop_token_ids

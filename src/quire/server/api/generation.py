@@ -128,15 +128,15 @@ class Generation:
         self, service: Service, request: ApiRequest, streams: Sequence[RequestStream], record: RequestRecord,
         logprobs: LogprobReservation, admitted: AdmittedCall,
     ) -> None:  # fmt: skip
-        self.usage: list[RequestUsage] = []
-        self._past: list[PastRequest] = []
+        usage, past = list[RequestUsage](), list[PastRequest]()
         for prepared, stream in zip(request.requests, streams, strict=True):
             prompt = prepared.prompt
             num_image_tokens = sum(image.num_tokens for image in prompt.images) if prompt.images else 0
-            self.usage.append(RequestUsage(stream.metrics, len(prompt.token_ids), num_image_tokens))
+            usage.append(RequestUsage(stream.metrics, len(prompt.token_ids), num_image_tokens))
             reads_cache, n = prepared.request.reads_cache, prepared.request.params.n
-            self._past.append(PastRequest(prompt, stream.metrics, reads_cache, num_branches=n))
-        self._request, self._streams, self._record, self._slices = request, streams, record, service.slices
+            past.append(PastRequest(prompt, stream.metrics, reads_cache, num_branches=n))
+        self.usage, self._past, self._streams = tuple(usage), tuple(past), tuple(streams)
+        self._request, self._record, self._slices = request, record, service.slices
         self._logprobs, self._admitted = logprobs, admitted
         admitted.is_kept = True
         self._num_recorded = 0                    # pieces of outputs, since the last iteration of the event loop

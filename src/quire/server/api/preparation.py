@@ -217,7 +217,7 @@ def _prepare(
         kept = service.formats.kept_token_ids
         reasoning = call.reading.reasoning
         requests = [request._replace(kept_token_ids=kept, reasoning=reasoning) for request in requests]
-    call.requests, call.tokenized_s = requests, time.monotonic()
+    call.requests, call.tokenized_s = tuple(requests), time.monotonic()
 
 
 def _cut_max_tokens(service: Service, call: ApiRequest, num_prompt_tokens: int) -> None:

@@ -191,7 +191,7 @@ def received_s_of(request: Request) -> float:
 
 def release_request(request: Request) -> None:
     """Release what a request that waits does not need: its headers, and its body once the prompts are tokenized."""
-    request.scope["headers"] = []
+    request.scope["headers"] = ()
     release_body_of(request.scope)
 
 
