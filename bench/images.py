@@ -1,20 +1,37 @@
-"""Images: seconds of an encoder beside transformers, and the first token of a second question about one image.
+"""Images: an encoder beside transformers' and llama.cpp's, later questions about an image, and text without images.
 
-    python bench/images.py            # CLIP-L of 336 pixels, random weights, and a small Llama behind it
+    python bench/images.py --files FOLDER           # written at first: CLIP-L/336 and a small Llama, random weights
+    python bench/images.py --files FOLDER --llama-cpp LIBRARIES --mtmd libmtmd.so --llama-server PROGRAM
 
-A and B alternate, and medians and ranges of all rounds are printed. transformers runs with as many threads as Quire.
+FOLDER gets the model as a folder and as llama.cpp's two files. LIBRARIES are llama.cpp 0.5.0's (`make real`); libmtmd
+and llama-server are in no package, and are built from the same version's source, linked with these libraries. A and B
+alternate, and medians and ranges of all rounds are printed. All have as many threads. `--only` chooses a part. With
+`OMP_NUM_THREADS=1` times in process are of the CPU: beside other work two threads of llama.cpp spin at barriers.
 """
 
-import argparse
+import base64
 import json
+import os
+import shutil
+import signal
+import socket
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from io import BytesIO
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import typer
+from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from quire import LLM, SamplingParams
 from quire.core.images import PromptImage
 from quire.core.token_ids import pack_tokens
@@ -25,21 +42,19 @@ CLIP = {
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14, "projection_dim": 768, "hidden_act": "quick_gelu",
 }  # fmt: skip
 LLAMA = {
-    "model_type": "llama", "vocab_size": 32_064, "hidden_size": 1024, "intermediate_size": 2816,
-    "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 4096,
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 4096,
 }  # fmt: skip
-CONFIG = {
-    "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "vision_config": CLIP,
-    "text_config": LLAMA, "image_token_index": 32_000,
-}  # fmt: skip
+SIDE, NUM_ROWS = 336, 576
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+ANSWER = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of a call."""
-    began_s = time.perf_counter()
+    began_s = clock()
     run()
-    return time.perf_counter() - began_s
+    return clock() - began_s
 
 
 def shown(name: str, seconds: list[float]) -> None:
@@ -47,60 +62,214 @@ def shown(name: str, seconds: list[float]) -> None:
     print(f"{name}: {statistics.median(seconds) * 1e3:.1f} ms ({min(seconds) * 1e3:.1f} to {max(seconds) * 1e3:.1f})")
 
 
-def reference(dtype: str) -> Callable[[np.ndarray], object]:
-    """Return transformers' encoder of the same sizes."""
-    import torch  # noqa: PLC0415 (for this comparison alone)
+def in_turn(rounds: int, threads: int, runs: dict[str, Callable[[], object]]) -> None:
+    """Print the median and the range of each call's times; all are called once before."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            seconds[name].append(timed(run, time.process_time if threads == 1 else time.perf_counter))
+    for name, (_, *each) in seconds.items():
+        shown(name, each)
+
+
+def write(folder: Path) -> None:
+    """Write the model: in bfloat16 as a folder, and as files in bfloat16 and in float16."""
+    import torch  # noqa: PLC0415 (for comparisons alone)
+    import transformers  # noqa: PLC0415
+    from tokenizers import AddedToken  # noqa: PLC0415
+
+    from support.gguf_files import Stored, as_is, write_with_projector  # noqa: PLC0415 (needs torch)
+    from support.small_tokenizers import byte_level, save  # noqa: PLC0415
+    from support.small_vision import IMAGE, PROCESSOR, TEMPLATE  # noqa: PLC0415
+
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])
+    image = tokenizer.token_to_id(IMAGE)
+    config = transformers.LlavaConfig(
+        text_config=LLAMA | {"vocab_size": image + 1}, vision_config=CLIP, image_token_index=image
+    )
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).bfloat16()
+    (own := folder / "model").mkdir(parents=True)
+    model.save_pretrained(own)
+    save(tokenizer, own, chat_template=TEMPLATE)
+    edges = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    (own / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | edges))
+    for kind, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16)):
+
+        def convert(name: str, each: torch.Tensor, dtype: torch.dtype = dtype) -> Stored:
+            is_table = name.startswith("v.") and "_embd" in name  # mtmd has no convolution of bfloat16
+            return as_is(name, each.to(torch.float32 if is_table else dtype))
+
+        (folder / kind).mkdir()
+        write_with_projector(own, folder / kind, convert)
+        (folder / kind / "model.safetensors").unlink()
+
+
+def encoders(files: Path, rounds: int, libraries: Path | None, mtmd: Path | None, threads: int) -> None:
+    """Time the encoder and projector in bfloat16, and float16."""
+    import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
-    model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**CLIP)).eval().to(getattr(torch, dtype))
+    pixels = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    given = np.random.default_rng(0).standard_normal((3, SIDE, SIDE), np.float32)
+    for dtype, kind in (("bfloat16", "bf16"), ("float16", "f16")):
+        theirs = transformers.LlavaForConditionalGeneration.from_pretrained(files / "model", dtype=dtype).eval().model
+        torch.set_num_threads(threads)
+        tensor = torch.from_numpy(given)[None].to(theirs.dtype)
 
-    def encode(pixels: np.ndarray) -> object:
-        with torch.inference_mode():
-            given = torch.from_numpy(pixels)[None].to(model.dtype)
-            return model(given, output_hidden_states=True).hidden_states[-2]
+        def encode(theirs: Any = theirs, tensor: Any = tensor) -> None:  # noqa: ANN401
+            with torch.inference_mode():
+                theirs.get_image_features(tensor)
 
-    return encode
+        with LLM(files / "model", dtype=dtype, num_kv_blocks=64) as llm:
+            tower = llm._engine.model.vision  # type: ignore[attr-defined]
+            runs: dict[str, Callable[[], object]] = {
+                f"Quire's encoder, {dtype}": partial(tower.encode, given), f"transformers' encoder, {dtype}": encode,
+            }  # fmt: skip
+            if libraries is not None and mtmd is not None:
+                from support import llama_cpp  # noqa: PLC0415 (a module of tests/)
+                from support.mtmd import Mtmd  # noqa: PLC0415
+
+                text = llama_cpp.LlamaCpp(libraries, files / kind / "text.gguf", 256)
+                other = Mtmd(mtmd, text, files / kind / "mmproj.gguf", threads)
+                runs[f"mtmd's encoder, {kind} (22 of its 23 layers)"] = partial(other.encode, other.chunk(pixels), 1024)
+            in_turn(rounds, threads, runs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--alone", action="store_true", help="without transformers")
-    args = parser.parse_args()
-    pixels = np.random.default_rng(0).standard_normal((3, 336, 336), np.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
-        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, num_kv_blocks=256)
-    with llm:
-        tower = llm._engine.model.vision  # type: ignore[attr-defined]
-        theirs = None if args.alone else reference(args.dtype)
-        ours_s, theirs_s = list[float](), list[float]()
-        for _ in range(args.rounds + 1):
-            ours_s.append(timed(lambda: tower.encode(pixels)))
-            if theirs is not None:
-                theirs_s.append(timed(lambda: theirs(pixels)))
-        shown("encoder and projector", ours_s[1:])
-        if theirs is not None:
-            shown("transformers' encoder", theirs_s[1:])
+def questions(files: Path, rounds: int, threads: int) -> None:
+    """Time the first token of later questions about an image, and of text behind a cached prefix, in one process."""
+    pixels = np.random.default_rng(0).standard_normal((3, SIDE, SIDE), np.float32)
+    with LLM(files / "model", num_kv_blocks=256) as llm:
+        inputs = llm._engine.ready.images
+        assert inputs is not None
 
-        def first_token(parts: list[int], image: bool, question: int) -> float:
-            ids = [*parts, *range(question, question + 16)]
-            found = PromptImage(8, 576, 1, (24, 24), (3, 336, 336), pixels.tobytes())
+        def first_token(parts: list[int], image: bool, question: int) -> None:
+            ids = [*parts, *(10 + (question * 16 + each) * 7 % 300 for each in range(16))]
+            found = PromptImage(8, NUM_ROWS, 1, (24, 24), (3, SIDE, SIDE), pixels.tobytes())
             prompt = TokenizedPrompt(None, pack_tokens(ids), images=(found,) if image else ())
-            return timed(lambda: llm._finish_all(llm._prepare([prompt], ONE_TOKEN), use_tqdm=False))
+            llm._finish_all(llm._prepare([prompt], ONE_TOKEN), use_tqdm=False)
 
-        behind_image = [*range(100, 108), *[32_000] * 576]
-        behind_text = [*range(200, 208), *range(1000, 1576)]
-        shown("first question about an image", [first_token(behind_image, True, 5000)])
-        first_token(behind_text, False, 5000)
-        again, text = list[float](), list[float]()
-        for number in range(1, 4 * args.rounds + 1):
-            again.append(first_token(behind_image, True, 5000 + 32 * number))
-            text.append(first_token(behind_text, False, 5000 + 32 * number))
-        shown("second question about it", again)
-        shown("text behind a cached prefix", text)
+        behind_image = [*range(100, 108), *[inputs.image_token_id] * NUM_ROWS]
+        behind_text = [*range(200, 208), *(10 + each * 5 % 300 for each in range(NUM_ROWS))]
+        print(f"first question about an image: {timed(lambda: first_token(behind_image, True, 0)) * 1e3:.1f} ms")
+        numbers = iter(range(1, 1 << 20))
+        in_turn(4 * rounds, threads, {
+            "later question about it": lambda: first_token(behind_image, True, next(numbers)),
+            "text behind a cached prefix": lambda: first_token(behind_text, False, next(numbers)),
+        })  # fmt: skip
+
+
+def texts(files: Path, rounds: int, threads: int) -> None:
+    """Time prompts of 512 tokens with answers of 64, on the model and on its text model."""
+    text = files / "text"
+    text.mkdir(exist_ok=True)
+    config = json.loads((files / "model" / "config.json").read_text())
+    own = config["text_config"] | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (text / "config.json").write_text(json.dumps(own))
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "num_kv_blocks": 256}
+    with LLM(files / "model", **settings) as with_images, LLM(text, **settings) as alone:
+        numbers = iter(range(1, 1 << 20))
+
+        def answer(llm: LLM) -> None:
+            number = next(numbers) // 2
+            ids = [10 + (each * each + number) % 300 for each in range(512)]
+            llm.generate([{"prompt_token_ids": ids}], ANSWER, use_tqdm=False)
+
+        in_turn(4 * rounds, threads, {
+            "text on the model of images": lambda: answer(with_images), "text on its text model": lambda: answer(alone),
+        })  # fmt: skip
+
+
+@contextmanager
+def serving(command: list[str], port: int) -> Iterator[None]:
+    """Run a server until it is ready, and end it."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(600):
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+                        break
+                except OSError:
+                    assert process.poll() is None, command
+                    time.sleep(0.1)
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def ask(port: int, image: str | None, question: str) -> None:
+    """Ask for one token over HTTP."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+    if image is not None:
+        content.insert(0, {"type": "image_url", "image_url": {"url": image}})
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as reply:
+        reply.read()
+
+
+def free_port() -> int:
+    """Return a port that nothing listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def servers(files: Path, rounds: int, llama_server: Path, threads: int) -> None:
+    """Time one token over HTTP, of first and later questions about images, behind the same two files."""
+    urls = []
+    for seed in range(rounds + 2):
+        buffer = BytesIO()
+        noise = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+        Image.fromarray(noise).save(buffer, "PNG", compress_level=1)
+        urls.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
+    text, projector = (str(files / "f16" / name) for name in ("text.gguf", "mmproj.gguf"))
+    ports = {"Quire": free_port(), "llama-server": free_port()}
+    quire = shutil.which("quire", path=Path(sys.executable).parent)
+    assert quire is not None
+    commands = {
+        "Quire": [quire, "serve", text, "--mmproj", projector, "--port", str(ports["Quire"])],
+        "llama-server": [
+            str(llama_server), "-m", text, "--mmproj", projector, "-t", str(threads), "-c", "4096", "-np", "1",
+            "--jinja", "--port", str(ports["llama-server"]),
+        ],
+    }  # fmt: skip
+    for name, command in commands.items():
+        seconds: dict[str, list[float]] = {"first question": [], "next question": [], "after another image": []}
+        with serving(command, ports[name]):
+            port = ports[name]
+            ask(port, urls[-1], "Warm?")
+            for number, url in enumerate(urls[:rounds]):
+                seconds["first question"].append(timed(lambda: ask(port, url, "What is it?")))  # noqa: B023
+                seconds["next question"].append(timed(lambda: ask(port, url, "Which colours?")))  # noqa: B023
+                ask(port, urls[-2], f"Number {number}?")
+                seconds["after another image"].append(timed(lambda: ask(port, url, "Is it noise?")))  # noqa: B023
+        for what, each in seconds.items():
+            shown(f"{name}, {what}", each)
+
+
+def main(
+    files: Annotated[Path, typer.Option()],
+    llama_cpp_folder: Annotated[Path | None, typer.Option("--llama-cpp")] = None,
+    mtmd: Path | None = None, llama_server: Path | None = None, rounds: int = 5, only: str = "",
+) -> None:  # fmt: skip
+    """Print the times of all parts, or of one: write, encoders, questions, texts, servers."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+    if not files.exists():
+        write(files)
+    if only in ("", "encoders"):
+        encoders(files, rounds, llama_cpp_folder, mtmd, threads)
+    if only in ("", "questions"):
+        questions(files, rounds, threads)
+    if only in ("", "texts"):
+        texts(files, rounds, threads)
+    if only in ("", "servers") and llama_server is not None:
+        servers(files, rounds, llama_server, threads)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

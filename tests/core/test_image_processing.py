@@ -24,6 +24,8 @@ from quire.core.image_processing import (
     read_processor,
     settings_of_any_size,
 )
+from quire.model.source import read_folder
+from support.small_vision import write_gemma3, write_llava
 
 SETTINGS = ImageSettings("llava", 7, 14, "crop", 28, 28, 3, 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 28)
 MODES = ("RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16", "PA")
@@ -92,6 +94,30 @@ def test_pixels_of_random_sizes_are_those_of_transformers(
         assert found.dtype == expected.dtype == np.float32
         np.testing.assert_array_equal(found, expected, err_msg=f"{width} x {height} of {mode}")
         assert settings.num_tokens(prepared(as_rgb(image), settings).grid) == (crop // 14) ** 2
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_placeholders_of_500_sizes_are_as_many_as_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write = {"llava": write_llava, "gemma3": write_gemma3}[family]
+    vision = read_folder(write(tmp_path)).spec.vision
+    assert vision is not None
+    sizes = {"image_size": vision.image_size, "patch_size": vision.patch_size, "pool": vision.pool}
+    own = image_settings(*read_processor(tmp_path), family, image_token_id=7, **sizes)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    if family == "llava":
+        processor = transformers.LlavaProcessor(
+            transformers.CLIPImageProcessorPil.from_pretrained(tmp_path), tokenizer, patch_size=vision.patch_size,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        )  # fmt: skip
+    else:
+        images = transformers.Gemma3ImageProcessorPil.from_pretrained(tmp_path)
+        processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=vision.num_tokens)
+    draws = random.Random(1)
+    drawn = [(draws.randint(1, 400), draws.randint(1, 400)) for _ in range(500)]
+    expected = processor._get_num_multimodal_tokens(image_sizes=drawn).num_image_tokens
+    found = [own.num_tokens(prepared(Image.new("RGB", (width, height)), own).grid) for height, width in drawn]
+    assert found == expected
 
 
 def test_pixels_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:

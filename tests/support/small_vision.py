@@ -102,7 +102,7 @@ def write_qwen2_5_vl(folder: Path) -> Path:
     return folder
 
 
-def write_llava(folder: Path) -> Path:
+def write_llava(folder: Path, num_positions: int = 512) -> Path:
     """Write the model, which needs transformers, into an empty folder."""
     import torch
     import transformers
@@ -113,7 +113,7 @@ def write_llava(folder: Path) -> Path:
     tokenizer.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])
     image_id = tokenizer.token_to_id(IMAGE)
     torch.manual_seed(3)
-    text = _TEXT | {"vocab_size": image_id + 1}
+    text = _TEXT | {"vocab_size": image_id + 1, "max_position_embeddings": num_positions}
     config = transformers.LlavaConfig(text_config=text, vision_config=_CLIP, image_token_index=image_id)
     model = transformers.LlavaForConditionalGeneration(config).eval()
     randomize(model)

@@ -17,6 +17,7 @@ from PIL import Image
 from quire.core.image_processing import ImageSettings, prepared
 from quire.engine.requests.image_prompts import ImagePrompts, NumberedImage
 from quire.server.errors import ApiError
+from quire.server.images import image_inputs
 from quire.server.images.image_inputs import (
     ImageDecoder,
     ImagePart,
@@ -148,6 +149,37 @@ def test_images_of_a_request_are_bounded(
     asyncio.run(check())
 
 
+def test_a_file_is_decoded_once_under_a_salt(prompts: ImagePrompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_bytes = 8 * 8 * 3
+    monkeypatch.setattr(image_inputs, "MAX_KEPT_BYTES", 2 * num_bytes)
+
+    async def check() -> None:
+        async with opened(prompts) as decoder:
+            first = await load(decoder, prompts, url(png()), url(png(seed=9)))
+            assert (decoder._num_kept_bytes, len(decoder._kept)) == (2 * num_bytes, 2)
+            await load(decoder, prompts, url(png()), url(png(seed=8)))      # the least recently used one is dropped
+            assert (decoder._num_kept_bytes, len(decoder._kept)) == (2 * num_bytes, 2)
+            await decoder.close()                                           # from here on none can be decoded
+            again = await load(decoder, prompts, url(png()))
+            assert (again[0].serial, again[0].prepared) == (first[0].serial, first[0].prepared)
+            assert (await refusal(load(decoder, prompts, url(png(seed=9))))).status == 503
+            part = ImagePart("messages[2].content[1]", url(png()))
+            assert (await refusal(decoder.numbered([part], prompts, reserve_nothing, "client", "salt"))).status == 503
+
+    asyncio.run(check())
+
+
+def test_a_kept_image_counts_as_one_that_is_decoded(prompts: ImagePrompts) -> None:
+    async def check() -> None:
+        async with opened(prompts, max_decoded_image_bytes=2 * 4 * 40 * 33) as decoder:
+            image = url(png(40, 33))
+            await load(decoder, prompts, image, image)
+            error = await refusal(load(decoder, prompts, image, image, image))
+            assert "max_decoded_image_bytes of a request's images" in error.message
+
+    asyncio.run(check())
+
+
 def test_a_decoder_that_dies_is_replaced(prompts: ImagePrompts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash of the decoder is the image's fault; a process that the system kills is not."""
 
@@ -167,7 +199,7 @@ def test_a_decoder_that_dies_is_replaced(prompts: ImagePrompts, monkeypatch: pyt
                 else:
                     with pytest.raises(RuntimeError, match="killed by signal 9"):
                         await loading
-                assert len(await load(decoder, prompts, url(png()))) == 1
+                assert len(await load(decoder, prompts, url(png(seed=number)))) == 1
 
     asyncio.run(check())
 

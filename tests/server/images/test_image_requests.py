@@ -17,6 +17,7 @@ from PIL import Image
 from quire import LLM, SamplingParams
 from quire.core.errors import InvalidRequestError
 from quire.engine.options import EngineOptions
+from support.agent_bodies import messages_body, responses_body
 from support.openai_server import NAME, OpenAIServer, openai_server
 from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_qwen2_5_vl
 
@@ -225,6 +226,37 @@ def test_messages_have_images_also_in_results_of_tools(anthropics: anthropic.Ant
             ],
         )  # fmt: skip
         assert answer.usage.output_tokens
+
+
+def test_coding_agents_bodies_have_screenshots(tmp_path: Path) -> None:
+    options = EngineOptions(model=str(write_llava(tmp_path, 8192)), **LIMITS | {"num_kv_blocks": 1024})
+
+    def used(path: str, body: dict[str, Any]) -> tuple[int, int]:
+        """Return the tokens of a prompt, and those that were cached."""
+        usage = server.ask(path, **body | {"model": NAME, "stream": False})["usage"]
+        if path == "/v1/responses":
+            return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+        read = usage["cache_read_input_tokens"] or 0
+        return usage["input_tokens"] + read + (usage["cache_creation_input_tokens"] or 0), read
+
+    def with_output(content: list[Any]) -> dict[str, Any]:
+        messages, responses = messages_body(2, 2), responses_body(2, 2)
+        messages["messages"][2]["content"][1]["content"] = content
+        responses["input"][10]["output"] = content
+        return {"/v1/messages": messages, "/v1/responses": responses}
+
+    with openai_server(options) as server:
+        for path, said, shots in (
+            ("/v1/messages", text("read"), [block("one"), block("two")]),
+            ("/v1/responses", {"type": "input_text", "text": "read"},
+             [{"type": "input_image", "image_url": url_of(name), "detail": "high"} for name in ("one", "two")]),
+        ):  # fmt: skip
+            without, _ = used(path, with_output([said])[path])
+            first, _ = used(path, with_output([said, shots[0]])[path])
+            again, found = used(path, with_output([said, shots[0]])[path])
+            other, shared = used(path, with_output([said, shots[1]])[path])
+            assert first == again == other >= without + NUM_TOKENS
+            assert found >= first - 2 * LIMITS["block_size"] > shared + NUM_TOKENS > NUM_TOKENS
 
 
 def test_errors_name_the_part(client: openai.OpenAI, anthropics: anthropic.Anthropic) -> None:
