@@ -27,6 +27,10 @@ template <typename T>
 void head_linear(const HeadLinear<T>&);
 template <typename T>
 void short_conv(const ShortConv<T>&);
+template <typename T>
+void delta_net(const DeltaNet<T>&);
+template <typename T>
+void gate(const Gate<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -43,6 +47,8 @@ const Kernels kernels = {
     {low_rank_product<bf16>, low_rank_product<float>},
     {head_linear<bf16>, head_linear<float>},
     {short_conv<bf16>, short_conv<float>},
+    {delta_net<bf16>, delta_net<float>},
+    {gate<bf16>, gate<float>},
 };
 
 }  // namespace quire::ISA

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "thread_pool.hpp"
+#include "exp.hpp"
 #include "softmax.hpp"
 
 namespace quire::ISA {
@@ -143,6 +144,20 @@ void sum(const Sum<T>& op) {
     });
 }
 
+template <typename T>
+void gate(const Gate<T>& op) {
+    each_row(op.num_rows, op.width, [&](long row) {
+        T* x = op.x + row * op.x_stride;
+        const T* gates = op.gate + row * op.gate_stride;
+        each_lanes(op.width, [&](long i, long count) {
+            const Floats share = rounded<T>(splat(1.0f) / (exp(-load_some(gates + i, count)) + splat(1.0f)));
+            store_some(x + i, load_some(x + i, count) * share, count);
+        });
+    });
+}
+
+template void gate(const Gate<bf16>&);
+template void gate(const Gate<float>&);
 template void rms_norm(const Norm<bf16>&);
 template void rms_norm(const Norm<float>&);
 template void layer_norm(const Norm<bf16>&);

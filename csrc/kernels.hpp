@@ -335,6 +335,40 @@ struct ShortConv {
     long table_stride, num_seqs, block_size;
 };
 
+// A gated delta net's sizes and weights: DeltaNetSpec (quire/kernels/delta_net.py). conv_weight [taps, channels], rate and
+// rate_bias [num_value_heads], norm_weight [value_dim]; length: tokens in a slot's ring.
+struct DeltaNetWeights {
+    long num_key_heads, num_value_heads, key_dim, value_dim, taps, length;
+    const float *conv_weight, *rate, *rate_bias, *norm_weight;
+    float norm_eps;
+};
+
+// x [num_tokens, channels + width] of queries, keys, values and gates, rates [num_tokens, 2 * num_value_heads], out
+// [num_tokens, width], rows `stride` elements apart. states: the layer's part of all slots, StateShape.num_bytes each. Behind
+// it the arrays of StateRows, [num_seqs] but for snapshots [num_seqs, 2, 2].
+template <typename T>
+struct DeltaNet : DeltaNetWeights {
+    const T* x;
+    long x_stride;
+    const T* rates;
+    long rates_stride;
+    T* out;
+    long out_stride;
+    void* states;
+    const std::int64_t* positions;
+    const std::int32_t *query_starts, *read, *committed, *write, *commit_to, *snapshots;
+    long num_seqs;
+};
+
+// x = x * sigmoid(gate), [num_rows, width] each, rows `stride` elements apart; the sigmoid is rounded to T.
+template <typename T>
+struct Gate {
+    T* x;
+    long x_stride;
+    const T* gate;
+    long gate_stride, num_rows, width;
+};
+
 template <template <typename> class Op>
 struct ForBoth {
     void (*bf16)(const Op<quire::bf16>&);
@@ -356,6 +390,8 @@ struct Kernels {
     ForBoth<LowRankProduct> low_rank_product;
     ForBoth<HeadLinear> head_linear;
     ForBoth<ShortConv> short_conv;
+    ForBoth<DeltaNet> delta_net;
+    ForBoth<Gate> gate;
 };
 
 namespace portable { extern const Kernels kernels; }

@@ -316,6 +316,9 @@ NB_MODULE(_kernels, module) {
     def_struct<AttentionParameters>(module, "AttentionParameters");
     def_struct<AttentionOp>(module, "AttentionOp");
     def_struct<ShortConvOp>(module, "ShortConvOp");
+    def_struct<DeltaNetWeights>(module, "DeltaNetWeights");
+    def_struct<DeltaNetOp>(module, "DeltaNetOp");
+    def_struct<GateOp>(module, "GateOp");
     def_struct<PositionScaleOp>(module, "PositionScaleOp");
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
@@ -364,6 +367,8 @@ NB_MODULE(_kernels, module) {
     def(module, "attention", &Kernels::attention);
     def(module, "kv_write", &Kernels::kv_write);
     def(module, "short_conv", &Kernels::short_conv);
+    def(module, "delta_net", &Kernels::delta_net);
+    def(module, "gate", &Kernels::gate);
     def(module, "choose_tokens", &Kernels::choose_tokens);
     def(module, "mask_logits", &Kernels::mask_logits);
     def(module, "top_logprobs", &Kernels::top_logprobs);

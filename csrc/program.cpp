@@ -109,6 +109,18 @@ public:
                           step_.slots, step_.block_tables, step_.query_starts, step_.table_stride, step_.num_seqs, program_.block_size_});
     }
 
+    void operator()(const DeltaNetOp& op) const {
+        call(chosen->delta_net,
+             DeltaNet<T>{op.weights, at(op.x), stride(op.x), at(op.rates), stride(op.rates), at(op.out), stride(op.out),
+                         reinterpret_cast<void*>(program_.states_[op.layer]), step_.positions, step_.query_starts, step_.read,
+                         step_.committed, step_.write, step_.commit_to, step_.snapshots, step_.num_seqs});
+    }
+
+    void operator()(const GateOp& op) const {
+        const long width = program_.buffers_[op.x].width;
+        call(chosen->gate, Gate<T>{at(op.x), stride(op.x), at(op.gate), stride(op.gate), step_.num_tokens, width});
+    }
+
     void operator()(const PositionScaleOp& op) const {
         const long width = program_.buffers_[op.x].width;
         share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {

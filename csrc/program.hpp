@@ -56,6 +56,13 @@ struct ShortConvOp {
     const float *weight, *bias;
     long taps, length;  // as in ShortConv
 };
+struct DeltaNetOp {
+    long x, rates, out, layer;  // `layer`: an index of the states
+    DeltaNetWeights weights;
+};
+struct GateOp {  // in place
+    long x, gate;
+};
 struct PositionScaleOp {  // rows times factors[their position], in place
     long x;
     const float* factors;
@@ -82,8 +89,8 @@ struct HeadLinearOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, PositionScaleOp, SumOp, GatherOp,
-                               SummedLinearOp, HeadLinearOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, DeltaNetOp, GateOp,
+                               PositionScaleOp, SumOp, GatherOp, SummedLinearOp, HeadLinearOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {
@@ -91,6 +98,7 @@ struct ProgramStep {
     const std::int64_t *positions, *slots;
     const std::int32_t *block_tables, *query_starts, *context_lens, *seen_ends;
     long table_stride, num_seqs;
+    const std::int32_t *read, *committed, *write, *commit_to, *snapshots;  // as in DeltaNet; null: no layer has states
 };
 
 // The ops and the caches that they use, kept between the steps.
@@ -99,8 +107,8 @@ class Program {
 public:
     Program(std::vector<ProgramOp> ops, std::vector<Buffer> buffers) : ops_(std::move(ops)), buffers_(std::move(buffers)) {}
 
-    void use_caches(std::vector<LayerCache> caches, long block_size) {
-        caches_ = std::move(caches), block_size_ = block_size;
+    void use_caches(std::vector<LayerCache> caches, const std::vector<std::uintptr_t>& states, long block_size) {
+        caches_ = std::move(caches), states_ = states, block_size_ = block_size;
     }
 
     // Time each op of the runs to come; the sums in seconds, once that is over. Between two runs, like these.
@@ -117,6 +125,7 @@ private:
     std::vector<ProgramOp> ops_;
     std::vector<Buffer> buffers_;
     std::vector<LayerCache> caches_;
+    std::vector<std::uintptr_t> states_;
     long block_size_ = 0;
     bool is_timed_ = false;
     mutable std::vector<double> seconds_;

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
+from quire.kernels.delta_net import MAX_SNAPSHOTS, StateRows
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
@@ -18,11 +19,20 @@ from support.threads import set_num_threads
 
 
 class PagedRunner:
-    """Runs token lists through a decoder and a paged cache whose blocks are handed out in a shuffled order."""
+    """Runs token lists through a decoder and a paged cache whose blocks are handed out in a shuffled order.
 
-    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 96) -> None:
+    A sequence's states are updated in their slot; they lag behind its last `lag` tokens, which can be taken back.
+    """
+
+    def __init__(self, decoder: Decoder, *, block_size: int = 8, num_blocks: int = 96, lag: int = 0) -> None:
         self.decoder = decoder
-        self.cache = KVCache.allocate(decoder.kv_geometry, num_blocks, block_size, decoder.back_end)
+        num_slots = 8 if decoder.kv_geometry.states else 0
+        self.cache = KVCache.allocate(
+            decoder.kv_geometry, num_blocks, block_size, decoder.back_end, num_slots=num_slots
+        )
+        for states in self.cache.states:
+            states[:] = 0xFF  # NaN
+        self._lag, self._committed = lag, dict[str, int]()
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -39,6 +49,7 @@ class PagedRunner:
             query_starts=torch.tensor([0, *accumulate(map(len, pieces.values()))], dtype=torch.int32),
             context_lens=torch.tensor([self._lengths[name] for name in pieces], dtype=torch.int32),
             block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
+            state_rows=self._state_rows(starts) if self.cache.states else None,
         )
         logits = run(self.decoder, batch, self.cache)
         return dict(zip(pieces, logits.split([len(tokens) for tokens in pieces.values()]), strict=True))
@@ -66,6 +77,16 @@ class PagedRunner:
         while len(table) * self.cache.block_size < start + count:
             table.append(self._free.pop())
         return start
+
+    def _state_rows(self, starts: dict[str, int]) -> StateRows:
+        before = {name: self._committed.get(name, 0) for name in starts}
+        for name in starts:
+            self._committed[name] = max(before[name], self._lengths[name] - self._lag)
+        slots = [list(self._committed).index(name) for name in starts]
+        read = [slot if starts[name] else -1 for name, slot in zip(starts, slots, strict=True)]
+        after = [self._committed[name] for name in starts]
+        rows = (torch.tensor(each, dtype=torch.int32) for each in (read, list(before.values()), slots, after))
+        return StateRows(*rows, torch.full((len(starts), MAX_SNAPSHOTS, 2), -1, dtype=torch.int32))
 
     def _slots(self, name: str, positions: Tensor) -> Tensor:
         block_size = self.cache.block_size

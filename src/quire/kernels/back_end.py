@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quire.core.arrays import dtype_name
 from quire.core.config import QUANTIZED
 from quire.core.errors import ConfigError
+from quire.kernels.delta_net import DeltaRule, Gate
 from quire.kernels.kv_cache import CacheLayout, CopyBlocks
 from quire.kernels.layers import ExpertLayer, Linear, Norm
 from quire.kernels.low_rank import Up
@@ -49,6 +50,8 @@ class BackEnd:
     write_kv: WriteKV
     copy_blocks: CopyBlocks
     short_conv: Convolve
+    delta_net: DeltaRule
+    gate: Gate
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
     sampling: SamplingOps
@@ -75,6 +78,8 @@ SUPPORT: dict[str, frozenset[str]] = {
     "RotaryWrite": EVERYWHERE,
     "Attention": EVERYWHERE,
     "ShortConv": CPU,
+    "DeltaNet": CPU,
+    "Gate": CPU,
     "Add": EVERYWHERE,
     "Scale": EVERYWHERE,
     "Clip": EVERYWHERE,

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.kernels.delta_net import StateRows
 from quire.kernels.layers import Linear, Norm
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads, RotarySpec, WriteKV
@@ -36,6 +37,8 @@ class LayerInputs:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     adapters: RowAdapters | None = None  # None: no row has one
+    states: Sequence[Tensor] = ()        # of the layers that have some, uint8 [num_slots, num_bytes]
+    state_rows: StateRows | None = None  # None: no layer has states
     added: tuple[NDArray[np.int64], Tensor] | None = None  # rows [n] of a step, and what layers add to them, [n, any]
 
 
@@ -115,7 +118,10 @@ class LinearOp:
 
 @dataclass(frozen=True, slots=True)
 class SplitHeadsOp:
-    """query, key and value [num_tokens, their heads, head_dim]: views of qkv, which is consumed."""
+    """query, key and value [num_tokens, their heads, head_dim]: views of qkv, which is consumed.
+
+    gate [num_tokens, num_heads * head_dim], if there is one, is behind the queries.
+    """
 
     name: str
     heads: Heads
@@ -123,19 +129,22 @@ class SplitHeadsOp:
     query: str = "query"
     key: str = "key"
     value: str = "value"
+    gate: str | None = None
 
     reads = Names("qkv")
-    writes = Names("query", "key", "value")
+    writes = Names("query", "key", "value", "gate")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Make the views; nothing is computed."""
         num_heads, num_kv_heads, head_dim = self.heads
         qkv = activations.pop(self.qkv)
-        num_queries_and_keys = num_heads + num_kv_heads
-        heads = qkv.reshape(len(qkv), num_queries_and_keys + num_kv_heads, head_dim)
+        first_key = num_heads if self.gate is None else 2 * num_heads
+        heads = qkv.reshape(len(qkv), first_key + 2 * num_kv_heads, head_dim)
         activations[self.query] = heads[:, :num_heads]
-        activations[self.key] = heads[:, num_heads:num_queries_and_keys]
-        activations[self.value] = heads[:, num_queries_and_keys:]
+        activations[self.key] = heads[:, first_key : first_key + num_kv_heads]
+        activations[self.value] = heads[:, first_key + num_kv_heads :]
+        if self.gate is not None:
+            activations[self.gate] = qkv[:, num_heads * head_dim : first_key * head_dim]
 
 
 @dataclass(frozen=True, slots=True)

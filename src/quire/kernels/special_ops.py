@@ -1,7 +1,8 @@
-"""Ops of some model families, and of ranks: experts, heads, latents, short convolutions, exchanges."""
+"""Ops of some model families, and of ranks: experts, heads, latents, short convolutions, delta nets, exchanges."""
 
 from dataclasses import dataclass
 
+from quire.kernels.delta_net import DeltaNetSpec, DeltaRule, Gate
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
@@ -94,6 +95,48 @@ class ShortConvOp:
             self.spec, activations.pop(self.x), inputs.positions, inputs.keys[self.layer], inputs.slot_mapping,
             inputs.metadata,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetOp:
+    """out [num_tokens, width] = a gated delta net of x and rates, both consumed, over the states of sequences."""
+
+    name: str
+    layer: int                  # index of the states
+    spec: DeltaNetSpec
+    compute: DeltaRule
+    x: str
+    rates: str
+    out: str
+
+    reads = Names("x", "rates")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Compute, in one op of the back end."""
+        assert inputs.state_rows is not None, "a step without slots of states"
+        activations[self.out] = self.compute(
+            self.spec, activations.pop(self.x), activations.pop(self.rates), inputs.positions,
+            inputs.states[self.layer], inputs.metadata.query_starts, inputs.state_rows,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GateOp:
+    """x = x * sigmoid(gate), of one width."""
+
+    name: str
+    x: str
+    gate: str
+    width: int
+    compute: Gate
+
+    reads = Names("x", "gate")
+    writes = Names("x")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Multiply, in one op of the back end."""
+        activations[self.x] = self.compute(activations[self.x], activations[self.gate])
 
 
 @dataclass(frozen=True, slots=True)

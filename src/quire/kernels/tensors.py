@@ -143,6 +143,11 @@ def tanh(x: Tensor) -> Tensor:
     return converted(np.tanh(floats(x).astype(np.float64)).astype(np.float32), x.dtype)
 
 
+def exp(x: Tensor) -> Tensor:
+    """Return exp of each element, of an array in float64 and rounded: the same on all machines."""
+    return converted(np.exp(x.astype(np.float64)).astype(np.float32), x.dtype) if isinstance(x, np.ndarray) else x.exp()
+
+
 def multiplied(x: Tensor, factors: Tensor) -> Tensor:
     """Return x times factors, which are rounded to its dtype; float32, of a shape that fits x."""
     if isinstance(x, np.ndarray):

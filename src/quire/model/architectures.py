@@ -25,6 +25,7 @@ from quire.model.families import (
     multimodal,
     olmo,
     opt,
+    qwen3_next,
 )
 from quire.model.spec import DecoderSpec
 
@@ -68,7 +69,12 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Qwen2_5_VLForConditionalGeneration": multimodal.qwen2_5_vl,
     "Qwen2MoeForCausalLM": mixture.qwen2_moe,
     "Qwen3MoeForCausalLM": mixture.qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
     "Qwen3VLForConditionalGeneration": multimodal.qwen3_vl,
+    "Qwen3_5ForCausalLM": qwen3_next.qwen3_5_text,
+    "Qwen3_5ForConditionalGeneration": qwen3_next.qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_next.qwen3_5_moe_text,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_next.qwen3_5_moe,
     "SmolLM3ForCausalLM": llama_variants.smollm3,
     "StableLmForCausalLM": llama_variants.stablelm,
 }).items()))
@@ -89,7 +95,6 @@ REFUSED: dict[str, str] = {
     "MambaForCausalLM": RECURRENT,
     "Mamba2ForCausalLM": RECURRENT,
     "NemotronHForCausalLM": RECURRENT,
-    "Qwen3NextForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "RwkvForCausalLM": RECURRENT,
     "T5ForConditionalGeneration": ENCODER,

@@ -169,7 +169,8 @@ class Decoder:
             batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size, batch.seen_ends
         )
         inputs = LayerInputs(
-            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters
+            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters, cache.states,
+            batch.state_rows,
         )
         x = self._embedding(batch.token_ids, batch.positions, batch.token_types)
         if batch.embeds is None:

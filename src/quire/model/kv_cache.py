@@ -8,7 +8,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -16,9 +16,10 @@ import numpy as np
 from quire.core.arrays import HUGE_PAGE_BYTES, Array
 from quire.core.config import ELEMENT_BYTES, QUANTIZED, KVDtype
 from quire.kernels.back_end import BackEnd
+from quire.kernels.delta_net import DeltaHeads, StateShape, ring_length
 from quire.kernels.kv_cache import CacheLayout, Shape
 from quire.kernels.tensors import DType, Tensor
-from quire.model.spec import DecoderSpec, ShortConv, widest_window
+from quire.model.spec import DecoderSpec, DeltaNet, ShortConv, widest_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,10 @@ class LayerTail:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Keys and values of a model, or tails, by the layers that keep some."""
+    """Keys and values of a model, or tails, by the layers that keep some; beside them the states of sequences."""
 
     layers: tuple[LayerKV | LayerTail, ...]
+    states: tuple[StateShape, ...] = ()
 
     @classmethod
     def of(
@@ -75,19 +77,23 @@ class KVGeometry:
     ) -> "KVGeometry":  # fmt: skip
         """Return the geometry of a model with cache elements of `dtype`, and scales if `scale_dtype` is not None.
 
-        `tail_dtype`: of tails; None: `dtype`. `max_truncated`: the most computed tokens that are taken back before the
-        next step; a tail has as many tokens more than a convolution needs. An encoder keeps nothing: its geometry has
-        no layers.
+        `tail_dtype`: of tails, and of inputs beside states; None: `dtype`. `max_truncated`: the most computed tokens
+        that are taken back before the next step; a tail, or a state, has as many tokens more than a convolution needs.
+        An encoder keeps nothing: its geometry has no layers.
         """
-        layers = list[LayerKV | LayerTail]()
+        layers, states = list[LayerKV | LayerTail](), list[StateShape]()
         spec.check_kv_dtype(dtype)
         for mixer in (layer.mixer for layer in spec.layers if layer.mixer is not None and spec.is_causal):
+            if isinstance(mixer, DeltaNet):
+                heads = DeltaHeads(mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
+                states.append(StateShape(heads, ring_length(mixer.taps, max_truncated), tail_dtype or dtype))
+                continue
             if isinstance(mixer, ShortConv):
                 layers.append(LayerTail(mixer.taps - 1 + max_truncated, mixer.width, tail_dtype or dtype))
                 continue
             value_dim = 0 if mixer.key_value_dim else None
             layers.append(LayerKV(mixer.num_kv_heads, mixer.head_dim, dtype, scale_dtype, mixer.window, value_dim))
-        return cls(tuple(layers))
+        return cls(tuple(layers), tuple(states))
 
     @property
     def has_tails(self) -> bool:
@@ -96,11 +102,18 @@ class KVGeometry:
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":
         """Return the geometry of models that share block tables: the layers of this one, then those of the others."""
-        return KVGeometry(sum((other.layers for other in others), self.layers))
+        layers = sum((other.layers for other in others), self.layers)
+        return KVGeometry(layers, sum((other.states for other in others), self.states))
 
     @property
     def num_layers(self) -> int:
+        """Layers with a cache, states not among them."""
         return len(self.layers)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a sequence's states at one place, of all layers; 0: the model has none."""
+        return sum(state.num_bytes for state in self.states)
 
     def bytes_per_token(self, block_size: int) -> int:
         """Return the bytes of one token's keys and values over all layers, with its share of tails, rounded up."""
@@ -139,6 +152,7 @@ class KVCache:
     keys: list[Tensor]
     values: list[Tensor]
     block_size: int           # tokens per block
+    states: list[Tensor] = field(default_factory=list)  # of each layer that has some, uint8 [num_slots, num_bytes]
 
     @classmethod
     def allocate(
@@ -148,8 +162,9 @@ class KVCache:
         block_size: int,
         back_end: BackEnd,
         allocator: Callable[[int], Tensor] | None = None,
+        num_slots: int = 0,
     ) -> "KVCache":
-        """Return a cache of zeros: a tile may reach past a context, and 0 x NaN is NaN.
+        """Return a cache of zeros: a tile may reach past a context, and 0 x NaN is NaN. `num_slots`: of states.
 
         `allocator` returns memory for one tensor, uint8 [num_bytes] of zeros, aligned; None is the host's. Raises
         ConfigError for a dtype that the back end does not serve.
@@ -172,7 +187,9 @@ class KVCache:
             ]
             for kind in (0, 1)
         )
-        return cls(keys, values, block_size)
+        slots = [taken(allocator(num_slots * each.num_bytes)) for each in geometry.states]
+        states = [memory.reshape(num_slots, -1) for memory in slots] if num_slots else []
+        return cls(keys, values, block_size, states)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -182,13 +199,17 @@ class KVCache:
     def joined(self, other: "KVCache") -> "KVCache":
         """Return the cache of two models, the layers of `other` last, which may have more blocks."""
         assert self.block_size == other.block_size, f"blocks of {self.block_size} and {other.block_size} tokens"
-        return KVCache([*self.keys, *other.keys], [*self.values, *other.values], self.block_size)
+        states = [*self.states, *other.states]
+        return KVCache([*self.keys, *other.keys], [*self.values, *other.values], self.block_size, states)
 
     def split(self, num_layers: Sequence[int]) -> list["KVCache"]:
-        """Return the part of each model: views of so many layers, in order. They must add up to all."""
+        """Return the part of each model: views of so many layers, in order. They must add up to all.
+
+        Every part has all states: of several models only the first may have some.
+        """
         assert sum(num_layers) == len(self.keys), f"{list(num_layers)} of {len(self.keys)} layers"
         starts = accumulate(num_layers, initial=0)
-        return [KVCache(self.keys[a:b], self.values[a:b], self.block_size) for a, b in pairwise(starts)]
+        return [KVCache(self.keys[a:b], self.values[a:b], self.block_size, self.states) for a, b in pairwise(starts)]
 
 
 def _shapes(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.kernels.back_end import BackEnd
+from quire.kernels.delta_net import StateRows
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.tensors import NUMPY_LIBRARY, DType, Library, Tensor
 from quire.model.kv_cache import KVCache, KVGeometry
@@ -41,6 +42,7 @@ class ForwardBatch:
     adapters: RowAdapters | None = field(default=None, kw_only=True)  # one per token; None: the model alone
     embeds: Embeds | None = field(default=None, kw_only=True)         # None: all are looked up
     seen_ends: Tensor | None = field(default=None, kw_only=True)      # as in AttentionMetadata
+    state_rows: StateRows | None = field(default=None, kw_only=True)  # None: the model has no states
 
     def taken(self, library: Library) -> "ForwardBatch":
         """Return a batch of arrays as one of the library's tensors in host memory."""
@@ -51,6 +53,7 @@ class ForwardBatch:
             *map(library.tensor, self.tensors), token_types=None if types is None else library.tensor(types),
             adapters=None if adapters is None else adapters._replace(of_row=library.tensor(adapters.of_row)),
             embeds=self.embeds, seen_ends=None if self.seen_ends is None else library.tensor(self.seen_ends),
+            state_rows=None if self.state_rows is None else self.state_rows.taken(library),
         )
 
     @property

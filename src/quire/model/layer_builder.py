@@ -13,15 +13,17 @@ from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
+from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, ring_length
 from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.short_conv import ShortConvSpec
-from quire.kernels.tensors import DType, Tensor, contiguous
+from quire.kernels.tensors import DType, Tensor, contiguous, exp
 from quire.model.shapes import (
     AttentionShapes,
     DecoderShapes,
+    DeltaNetShapes,
     ExpertShapes,
     LatentShapes,
     LayerShapes,
@@ -33,6 +35,7 @@ from quire.model.sharding import Cut, Range, Ranks, Shard
 from quire.model.spec import (
     Attention,
     DecoderSpec,
+    DeltaNet,
     Experts,
     LatentAttention,
     NormKind,
@@ -62,12 +65,16 @@ def build_program(
     spec: DecoderSpec, weights: WeightReader, shared: ProgramInputs, layers: range | None = None
 ) -> Program:
     """Read the layers, or those of a range, and the final norm behind the last; return their program, of single ops."""
-    found, num_caches, is_summed = list[Op](), 0, True
+    found, num_caches, num_states, is_summed = list[Op](), 0, 0, True
     layers = range(spec.num_layers) if layers is None else layers
     for index in layers:
-        layer = LayerBuilder(spec, index, weights.layer(index), shared, num_caches, is_summed=is_summed)
+        mixer = spec.layers[index].mixer
+        has_state = isinstance(mixer, DeltaNet)
+        kept = num_states if has_state else num_caches
+        layer = LayerBuilder(spec, index, weights.layer(index), shared, kept, is_summed=is_summed)
         layer.build()
-        num_caches += spec.layers[index].mixer is not None
+        num_states += has_state
+        num_caches += mixer is not None and not has_state
         found += layer.ops
         is_summed = layer.is_summed
     shape = DecoderShapes.of(spec).final_norm if layers.stop == spec.num_layers else None
@@ -107,8 +114,8 @@ def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
 class LayerBuilder:
     """Builder of one layer. Each method appends ops, so that calls are in the order in which a layer runs.
 
-    `cache_index`: of what the layer keeps, if it has a mixer. `is_summed`: the stream has the output of the last
-    sublayer; else that is in `x`, and the next norm adds it.
+    `cache_index`: of what the layer keeps, if it has a mixer, among caches or among states. `is_summed`: the stream has
+    the output of the last sublayer; else that is in `x`, and the next norm adds it.
     """
 
     def __init__(
@@ -213,6 +220,11 @@ class LayerBuilder:
             self._short_conv(mixer, shapes, source)
             self._end_sublayer("conv_out", "x", self._shapes.attention_output_norm)
             return
+        if isinstance(mixer, DeltaNet):
+            assert isinstance(shapes, DeltaNetShapes)
+            self._delta_net(mixer, shapes, source)
+            self._end_sublayer("delta_out", "x", self._shapes.attention_output_norm)
+            return
         assert isinstance(mixer, Attention), "a mixer of no known kind"
         if isinstance(mixer, LatentAttention):
             assert isinstance(shapes, LatentShapes)
@@ -243,6 +255,26 @@ class LayerBuilder:
             self.exchange("conv", "convolved", cut)
         self._mixer_out("conv_out", shapes.conv_out, "convolved", cut)
 
+    def _delta_net(self, net: DeltaNet, shapes: DeltaNetShapes, source: str) -> None:
+        """Append a gated delta net of `source`: project, compute over the states of sequences, project."""
+        weights, vector = self._weights, self._weights.vector
+        self.linear("delta_in", shapes.delta_in, source, "delta_inputs")
+        rates = weights.dense_linear(shapes.delta_rates)
+        self._append("delta_rates", ops.LinearOp(f"{self._stem}delta_rates", rates, source, "delta_rates"))
+        heads = DeltaHeads(net.num_key_heads, net.num_value_heads, net.key_dim, net.value_dim)
+        spec = DeltaNetSpec(
+            heads,
+            contiguous(vector(shapes.conv_weight).reshape(-1, net.taps).T),
+            exp(vector(shapes.log_rate)),
+            vector(shapes.rate_bias),
+            vector(shapes.norm_weight),
+            self._spec.norm_eps,
+            ring_length(net.taps, self._shared.max_truncated),
+        )
+        compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed")
+        self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._cache_index, spec, compute, *names))
+        self.linear("delta_out", shapes.delta_out, "mixed", "x")
+
     def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
 
@@ -258,7 +290,8 @@ class LayerBuilder:
             if not attention.is_query_key_norm_over_heads:
                 heads, ranges = own, list(ranks.shard.qkv_ranges(attention))
         self.linear("qkv", shapes.qkv, source, "qkv", ranges)
-        self._append("split_heads", ops.SplitHeadsOp(f"{self._stem}split_heads", heads))
+        gate = "gate" if attention.has_output_gate else None
+        self._append("split_heads", ops.SplitHeadsOp(f"{self._stem}split_heads", heads, gate=gate))
         if shapes.query_norm is not None and shapes.key_norm is not None:
             query_heads, kv_heads = (None, None) if taken is None else taken
             norms = (
@@ -275,6 +308,9 @@ class LayerBuilder:
         sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, None if taken is None else taken.query)
         scales = weights.kv_scales(shapes.qkv) if self._shared.reads_kv_scales else ONES
         self._attend(attention, own, "attended", sinks, scales)
+        if gate is not None:
+            width, compute = own.num_heads * own.head_dim, weights.back_end.gate
+            self.ops.append(special_ops.GateOp(f"{self._stem}output_gate", "attended", gate, width, compute))
         self._attention_out(attention, shapes.attention_out)
 
     def _latent_attention(self, latent: LatentAttention, shapes: LatentShapes, source: str) -> None:

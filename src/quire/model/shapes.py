@@ -13,6 +13,7 @@ from quire.model.spec import (
     Activation,
     Attention,
     DecoderSpec,
+    DeltaNet,
     ExpertNames,
     Experts,
     FeedForward,
@@ -82,8 +83,9 @@ class LinearShape(NamedTuple):
     One module for several row counts means that the checkpoint has them fused already. `num_groups`: the rows of the
     one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
     `share_of_tokens`: of those of a step, the ones that are multiplied with the weight. `is_always_dense`: not
-    quantized with the others. `is_by_head`: the groups are those of heads, each of which is kept as two layers, of its
-    rows of the first count transposed and of those of the second.
+    quantized with the others. `num_gated_heads`: the rows of the first module are, for each of so many heads, those of
+    a query and as many of a gate; all queries are kept first, then all gates. `is_by_head`: the groups are those of
+    heads, each of which is kept as two layers, of its rows of the first count transposed and of those of the second.
     """
 
     modules: tuple[str, ...]
@@ -95,6 +97,7 @@ class LinearShape(NamedTuple):
     share_of_tokens: Fraction = Fraction(1)
     is_always_dense: bool = False
     is_by_head: bool = False
+    num_gated_heads: int = 0
 
     @property
     def num_weights(self) -> int:
@@ -154,14 +157,19 @@ class AttentionShapes(NamedTuple):
         """Return the shapes of the attention of a layer."""
         names, width = spec.weights, spec.hidden_size
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        rows = tuple(count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads))
+        num_gated = num_heads if attention.has_output_gate else 0
+        rows = tuple(count * head_dim for count in (num_heads + num_gated, num_kv_heads, num_kv_heads))
         groups = num_kv_heads if names.is_qkv_grouped else 1
         return cls(
-            qkv=LinearShape(names.qkv, rows, width, attention.has_qkv_bias, num_groups=groups),
+            qkv=LinearShape(
+                names.qkv, rows, width, attention.has_qkv_bias, num_groups=groups, num_gated_heads=num_gated
+            ),
             query_norm=_head_norm(spec, attention, names.query_norm, num_heads),
             key_norm=_head_norm(spec, attention, names.key_norm, num_kv_heads),
             sinks=_vector(names.sinks, num_heads) if attention.has_sinks else None,
-            attention_out=LinearShape((names.attention_out,), (width,), rows[0], attention.has_attention_out_bias),
+            attention_out=LinearShape(
+                (names.attention_out,), (width,), num_heads * head_dim, attention.has_attention_out_bias
+            ),
         )
 
 
@@ -220,7 +228,44 @@ class ShortConvShapes(NamedTuple):
         )
 
 
-MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes
+class DeltaNetShapes(NamedTuple):
+    """A gated delta net between its projections: to queries, keys, values and gates; to shares and decays; and back."""
+
+    delta_in: LinearShape
+    delta_rates: LinearShape
+    conv_weight: VectorShape
+    log_rate: VectorShape
+    rate_bias: VectorShape
+    norm_weight: VectorShape
+    delta_out: LinearShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, net: DeltaNet) -> "DeltaNetShapes":
+        """Return the shapes of the gated delta net of a layer."""
+        names, hidden, key_rows = spec.weights, spec.hidden_size, net.num_key_heads * net.key_dim
+        channels = 2 * key_rows + net.width
+        assert names.delta_log_rate is not None, "a gated delta net in a map of names without it"
+        assert names.delta_rate_bias is not None
+        assert names.delta_out is not None
+        is_whole = len(names.delta_in) > 1
+        rows = (channels, net.width) if is_whole else (key_rows, key_rows, net.width, net.width)
+        groups = 1 if is_whole else net.num_key_heads
+        counts, groups_of_rates = (net.num_value_heads,) * 2, 1 if len(names.delta_rates) > 1 else net.num_key_heads
+        stored = (channels, net.taps) if names.is_conv_plain else (channels, 1, net.taps)
+        return cls(
+            delta_in=LinearShape(names.delta_in, rows, hidden, num_groups=groups),
+            delta_rates=LinearShape(
+                names.delta_rates, counts, hidden, num_groups=groups_of_rates, is_always_dense=True
+            ),
+            conv_weight=VectorShape(f"{names.delta_conv}.weight", stored),
+            log_rate=VectorShape(names.delta_log_rate, (net.num_value_heads,)),
+            rate_bias=VectorShape(names.delta_rate_bias, (net.num_value_heads,)),
+            norm_weight=VectorShape(f"{names.delta_norm}.weight", (net.value_dim,)),
+            delta_out=LinearShape((names.delta_out,), (hidden,), net.width),
+        )
+
+
+MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes | DeltaNetShapes
 
 
 class LayerShapes(NamedTuple):
@@ -283,6 +328,8 @@ class LayerShapes(NamedTuple):
 def _mixer(spec: DecoderSpec, mixer: Mixer) -> MixerShapes:
     if isinstance(mixer, ShortConv):
         return ShortConvShapes.of(spec, mixer)
+    if isinstance(mixer, DeltaNet):
+        return DeltaNetShapes.of(spec, mixer)
     return LatentShapes.of(spec, mixer) if isinstance(mixer, LatentAttention) else AttentionShapes.of(spec, mixer)
 
 

@@ -109,6 +109,8 @@ class Shard:
     def qkv_ranges(self, attention: Attention) -> tuple[Range, Range, Range]:
         """Return this rank's outputs of the query, key and value projections."""
         query, kv = ((start * attention.head_dim, stop * attention.head_dim) for start, stop in self.heads(attention))
+        if attention.has_output_gate:
+            query = 2 * query[0], 2 * query[1]
         return query, kv, kv
 
     def latent_ranges(self, latent: LatentAttention, op: str) -> list[Range]:
@@ -161,6 +163,8 @@ def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") ->
     """Raise ConfigError for a model that cannot be split over so many ranks."""
     for attention in spec.attentions:
         head_ranges(attention, num_ranks)
+    if spec.delta_nets:
+        raise ConfigError(f"tensor_parallel_size {num_ranks}: layers of gated delta nets are not supported yet")
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

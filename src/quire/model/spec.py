@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
 }
 Place = Literal[  # ops of a layer that a part may follow
     "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
-    "conv_out",
+    "conv_out", "delta_in", "delta_rates", "delta", "delta_out",
     "feed_forward_norm", "feed_forward_in", "feed_forward_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
@@ -116,6 +116,13 @@ class WeightMap:
     conv: str | None = None
     conv_out: str | None = None
     is_conv_plain: bool = False             # the convolution's weight is stored as [channels, taps], else [.., 1, taps]
+    delta_in: tuple[str, ...] = ()          # to queries, keys and values of delta nets, and to gates; one: by key heads
+    delta_rates: tuple[str, ...] = ()       # to each value head's share of a token and decay; one: by key heads
+    delta_conv: str | None = None           # the convolution, [channels, 1, taps] as is_conv_plain says
+    delta_log_rate: str | None = None       # tensors, their whole names
+    delta_rate_bias: str | None = None
+    delta_norm: str | None = None
+    delta_out: str | None = None
     attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
     experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
@@ -243,6 +250,7 @@ class Attention:
     has_rotary: bool = True                     # False: no positions in this layer
     rotary: Rotary | None = None                # this layer's alone; None: the decoder's
     is_causal: bool = True                      # False: a token attends to those after it as well
+    has_output_gate: bool = False               # results times sigmoids of what is projected behind each query
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -323,7 +331,31 @@ class ShortConv:
     has_bias: bool = False      # the convolution's and both projections'
 
 
-Mixer = Attention | ShortConv  # kinds of sublayers that move information between the tokens of a sequence
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta rule over a state per sequence, behind a convolution over `taps` tokens (Yang et al. 2025)."""
+
+    num_key_heads: int
+    num_value_heads: int        # several share a key head
+    key_dim: int                # of a key head, and of a query head
+    value_dim: int
+    taps: int                   # tokens that a token's convolution sees, itself included
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            counts = f"{self.num_value_heads} value heads do not divide among {self.num_key_heads} key heads"
+            raise SpecError(f"a gated delta net: {counts}")
+        for name, dim in (("keys", self.key_dim), ("values", self.value_dim)):
+            if dim % 16:
+                raise SpecError(f"a gated delta net: {name} of {dim} dimensions are not supported: multiples of 16 are")
+
+    @property
+    def width(self) -> int:
+        """Columns of all heads before the last projection."""
+        return self.num_value_heads * self.value_dim
+
+
+Mixer = Attention | ShortConv | DeltaNet  # kinds of sublayers that move information between the tokens of a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +495,11 @@ class DecoderSpec:
     def has_tails(self) -> bool:
         """Whether blocks keep inputs of short convolutions beside keys and values."""
         return any(isinstance(layer.mixer, ShortConv) for layer in self.layers)
+
+    @property
+    def delta_nets(self) -> tuple[DeltaNet, ...]:
+        """The layers that keep a state per sequence, in order."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet))
 
     @property
     def mixed_width(self) -> int:

@@ -181,7 +181,7 @@ class WeightReader:
         modules = self._module_rows(shape, ranges)
         weight_format = weight_format or self._format
         weight = weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed)
-        order = ungrouped(shape, ranges) if shape.num_groups > 1 else None
+        order = row_order(shape, ranges)
         weight = weight if order is None else weight.take(order)
         bias = self._read_biases(modules, order) if shape.has_bias else None
         layer = self.back_end.linear(
@@ -190,6 +190,16 @@ class WeightReader:
         )  # fmt: skip
         num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
         self._tally_layer(layer, sum(num_rows) * shape.width)
+        return layer
+
+    def dense_linear(self, shape: LinearShape) -> Linear:
+        """Return a layer of floats, whatever the checkpoint's format; a quantized weight is expanded."""
+        weight = LinearWeight.dense(converted(self._expanded(shape), self._tensors.dtype))
+        order = row_order(shape)
+        layer = self.back_end.linear(
+            self._library.weight(weight if order is None else weight.take(order), self.device), None
+        )
+        self._tally_layer(layer, shape.num_weights)
         return layer
 
     def latent_heads(self, shape: LinearShape, num_heads: int, heads: Range) -> tuple[list[Linear], list[Linear]]:
@@ -219,9 +229,9 @@ class WeightReader:
         return layers(keys), layers(values)
 
     def _expanded(self, shape: LinearShape) -> Array:
-        """Return a module's weight as floats [rows, width], in the order of the checkpoint."""
+        """Return modules' weights as floats [rows, width], in the order of the checkpoint."""
         weight_format = DenseFormat() if isinstance(self._format, RoundedFormat) else self._format
-        modules = self._module_rows(shape, [(0, sum(shape.num_rows))])
+        modules = self._module_rows(shape, [(0, sum(shape.num_rows))] if len(shape.modules) == 1 else None)
         return expand(weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed))
 
     def partial_linear(
@@ -383,6 +393,22 @@ class WeightReader:
         """Add to what is computed with; a GPU has copies, and memory that was read from is not held for it."""
         if self._tensors.takes_stored_tables:
             self.tally.kept.append(read)
+
+
+def row_order(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Array | None:
+    """Return the places of a layer's rows, or of ranges of them, among those that are read; None: they are in order."""
+    if shape.num_groups > 1:
+        return ungrouped(shape, ranges)
+    if not shape.num_gated_heads:
+        return None
+    num_rows = shape.num_rows if ranges is None else [stop - start for start, stop in ranges]
+    head_dim = shape.num_rows[0] // (2 * shape.num_gated_heads)
+    return concatenated([gates_last(num_rows[0], head_dim), np.arange(num_rows[0], sum(num_rows))])
+
+
+def gates_last(num_rows: int, head_dim: int) -> Array:
+    """Return the places of rows that are, for each head, those of a query and of a gate: all queries come first."""
+    return np.arange(num_rows).reshape(-1, 2, head_dim).swapaxes(0, 1).ravel()
 
 
 def ungrouped(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Array:

@@ -13,7 +13,9 @@ from quire.core.errors import ConfigError
 from quire.model.config import num_elements
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.shapes import (
+    AttentionShapes,
     DecoderShapes,
+    LatentShapes,
     LayerShapes,
     LinearShape,
     Shape,
@@ -205,7 +207,7 @@ def _summed_shapes(
         return shape._replace(width=inputs[1] - inputs[0], has_bias=shape.has_bias and shard.rank == 0)
 
     own: dict[Shape | None, Shape] = {}
-    if layer.attention is not None and shapes.mixer is not None and not isinstance(shapes.mixer, ShortConvShapes):
+    if layer.attention is not None and isinstance(shapes.mixer, AttentionShapes | LatentShapes):
         out = shapes.mixer.attention_out
         for shape, op in by_heads.items():
             assert isinstance(shape, LinearShape)

@@ -25,7 +25,7 @@ from quire.kernels.tensors import DType
 from quire.model.shapes import LayerShapes, LinearShape
 from quire.model.sharding import Range, Shard, shifted
 from quire.model.spec import DecoderSpec
-from quire.model.weights import ungrouped
+from quire.model.weights import gates_last, ungrouped
 
 CONFIG_FILE = "adapter_config.json"
 MAX_ALPHA = 1e6
@@ -174,6 +174,7 @@ class AdapterTarget(NamedTuple):
     width: int
     inputs: Range
     grouped: LinearShape | None = None  # shape of rows that the checkpoint stores in groups
+    gated_head_dim: int | None = None   # of rows that are those of a query and of a gate for each head
 
     @property
     def num_outputs(self) -> int:
@@ -286,6 +287,7 @@ class ModelTargets:
             for target in targets:
                 up = scaled[target][1]
                 own = concatenated([up[slice(*rows)] for rows in target.rows])
+                own = own if target.gated_head_dim is None else own[gates_last(len(own), target.gated_head_dim)]
                 made = make_up(library.tensor(own))
                 parts.append(LowRankPart(made, rank, up.shape[1], target.first, target.num_outputs))
                 rank += up.shape[1]
@@ -315,7 +317,9 @@ def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]
             if len(shape.modules) == 1:
                 own = [(sum(shape.num_rows), tuple(shifted(ranges, shape.num_rows)))]
             for module, (count, rows) in zip(shape.modules, own, strict=True):
-                target = AdapterTarget(op, first, rows, all_rows, count, shape.width, inputs, grouped)
+                is_gated = shape.num_gated_heads > 0 and module == shape.modules[0]
+                head_dim = count // (2 * shape.num_gated_heads) if is_gated else None
+                target = AdapterTarget(op, first, rows, all_rows, count, shape.width, inputs, grouped, head_dim)
                 found.append((stem + module, target))
                 first += target.num_outputs
     return found

@@ -287,6 +287,28 @@ class AttentionOp:
 class ShortConvOp:
     def __init__(self, x: int, out: int, layer: int, weight: int, bias: int, taps: int, length: int) -> None: ...
 
+class DeltaNetWeights:
+    def __init__(
+        self,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        length: int,
+        conv_weight: int,
+        rate: int,
+        rate_bias: int,
+        norm_weight: int,
+        norm_eps: float,
+    ) -> None: ...
+
+class DeltaNetOp:
+    def __init__(self, x: int, rates: int, out: int, layer: int, weights: DeltaNetWeights) -> None: ...
+
+class GateOp:
+    def __init__(self, x: int, gate: int) -> None: ...
+
 class PositionScaleOp:
     def __init__(self, x: int, factors: int) -> None: ...
 

@@ -9,6 +9,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
     from quire.kernels.cpp import (  # noqa: PLC0415 (the extension is optional)
         _kernels,
         cpp_attention,
+        cpp_delta_net,
         cpp_experts,
         cpp_kv_cache,
         cpp_linear,
@@ -38,6 +39,8 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "write_kv": cpp_kv_cache.write_kv,
         "copy_blocks": cpp_kv_cache.copy_blocks,
         "short_conv": cpp_short_conv.short_conv,
+        "delta_net": cpp_delta_net.delta_net,
+        "gate": cpp_delta_net.gate,
         "norm": cpp_norm.CppNorm,
         "embed": cpp_linear.embed,
         "sampling": cpp_sampling.OPS,

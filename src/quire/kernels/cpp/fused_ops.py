@@ -17,6 +17,7 @@ from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import attention_parameters, metadata_arguments, paged_attention
+from quire.kernels.cpp.cpp_delta_net import checked_states, delta_net, delta_net_weights, gate, state_arguments
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_kv_cache import CacheSizes, layer_cache, rotary_parameters, write_kv
 from quire.kernels.cpp.cpp_linear import CppLinear, CppUp
@@ -30,6 +31,7 @@ from quire.kernels.program import Activations, LayerInputs, Op, OpTime, Program,
 log = logging.getLogger(__name__)
 
 MAX_NAMES_IN_LOG = 5
+NO_STATES = (0,) * 5
 _PROGRAM = pair("Program")
 _CACHE_OPS = (ops.AttentionOp, ops.RotaryWriteOp, special_ops.ShortConvOp)
 
@@ -172,6 +174,7 @@ class FusedOps:
         self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
         self._externals = buffers.externals(self._outputs.values())
         self._cache_ops = {op.layer: op for op in stretch if isinstance(op, _CACHE_OPS)}
+        self._state_ops = [op for op in stretch if isinstance(op, special_ops.DeltaNetOp)]
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
         self._first_keys: Callable[[], Array | None] = lambda: None  # caches of the addresses that the extension has
         self._linears = buffers.linears
@@ -197,7 +200,10 @@ class FusedOps:
             arrays[index] = rows
             addresses.append(_kernels.address(rows))
         assert num_tokens == 0 or len(set(addresses)) == len(addresses), "two activations in the same memory"
-        step = num_tokens, _kernels.address(positions), _kernels.address(slots), *metadata_arguments(inputs.metadata)
+        step = (
+            num_tokens, _kernels.address(positions), _kernels.address(slots), *metadata_arguments(inputs.metadata),
+            *(NO_STATES if inputs.state_rows is None else state_arguments(inputs.state_rows)),
+        )  # fmt: skip
         if inputs.adapters is None:
             self._program.run(addresses, *step)
         else:
@@ -235,7 +241,10 @@ class FusedOps:
             sizes = CacheSizes(op.spec.heads.num_kv_heads, block_size, op.spec.heads.head_dim)
             keys, values = inputs.keys[layer], inputs.values[layer]
             caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.spec.kv_scales)
-        self._program.use_caches(caches, block_size)
+        states = [0] * len(inputs.states)
+        for net in self._state_ops:
+            states[net.layer] = _kernels.address(checked_states(net.spec, inputs.states[net.layer], self._dtype))
+        self._program.use_caches(caches, states, block_size)
         self._first_keys = ref(inputs.keys[0])  # weak: a model outlives the cache of an engine that sleeps
 
 
@@ -289,12 +298,13 @@ def _experts(op: special_ops.ExpertsOp, buffers: Buffers) -> list[object]:
 
 def _split_heads(op: ops.SplitHeadsOp, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.heads
-    widths = [count * head_dim for count in (num_heads, num_kv_heads, num_kv_heads)]
-    qkv, offset = buffers.read(op.qkv, sum(widths)), 0
+    gates = [] if op.gate is None else [(op.gate, num_heads, None)]
+    views = [(op.query, num_heads, head_dim), *gates, *((x, num_kv_heads, head_dim) for x in (op.key, op.value))]
+    qkv, offset = buffers.read(op.qkv, sum(count * head_dim for _, count, _ in views)), 0
     buffers.consume(op.qkv)
-    for name, width in zip((op.query, op.key, op.value), widths, strict=True):
-        buffers.view(name, qkv, offset, width, head_dim)
-        offset += width
+    for name, count, dim in views:
+        buffers.view(name, qkv, offset, count * head_dim, dim)
+        offset += count * head_dim
     return []
 
 
@@ -349,6 +359,18 @@ def _short_conv(op: special_ops.ShortConvOp, buffers: Buffers) -> list[object]:
     buffers.consume(op.x)
     out = buffers.write(op.out, op.spec.width)
     return [_kernels.ShortConvOp(x, out, op.layer, *convolution_arguments(op.spec), op.spec.length)]
+
+
+def _delta_net(op: special_ops.DeltaNetOp, buffers: Buffers) -> list[object]:
+    heads = op.spec.heads
+    x, rates = buffers.read(op.x, heads.channels + heads.width), buffers.read(op.rates, 2 * heads.num_value_heads)
+    buffers.consume(op.x, op.rates)
+    out = buffers.write(op.out, heads.width)
+    return [_kernels.DeltaNetOp(x, rates, out, op.layer, delta_net_weights(op.spec))]
+
+
+def _gate(op: special_ops.GateOp, buffers: Buffers) -> list[object]:
+    return [_kernels.GateOp(buffers.read(op.x, op.width), buffers.read(op.gate, op.width))]
 
 
 def _position_scale(op: special_ops.PositionScaleOp, buffers: Buffers) -> list[object]:
@@ -428,6 +450,8 @@ TRANSLATIONS: dict[type, Translation] = {
     ops.RotaryWriteOp: Translation(lambda op: op.write is write_kv, _rotary_write),
     ops.AttentionOp: Translation(lambda op: op.attend is paged_attention, _attention),
     special_ops.ShortConvOp: Translation(lambda op: op.convolve is short_conv, _short_conv),
+    special_ops.DeltaNetOp: Translation(lambda op: op.compute is delta_net, _delta_net),
+    special_ops.GateOp: Translation(lambda op: op.compute is gate, _gate),
     special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
     special_ops.SplitLatentOp: Translation(lambda op: isinstance(op.key_norm, CppNorm), _split_latent),
     special_ops.HeadLinearOp: Translation(

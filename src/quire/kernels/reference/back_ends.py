@@ -7,6 +7,7 @@ import torch
 
 from quire.kernels.back_end import BackEnd
 from quire.kernels.reference import paged_attention as attention
+from quire.kernels.reference.delta_net import delta_net, gate
 from quire.kernels.reference.experts import TorchExperts
 from quire.kernels.reference.kv_cache import PLAIN, copy_blocks, write_kv
 from quire.kernels.reference.linear import TorchUp, embed, make_linear
@@ -28,6 +29,8 @@ TORCH = BackEnd(
     write_kv=write_kv,
     copy_blocks=copy_blocks,
     short_conv=short_conv,
+    delta_net=delta_net,
+    gate=gate,
     norm=TorchNorm,
     embed=embed,
     sampling=SAMPLING,

@@ -91,13 +91,13 @@ def qwen2_moe(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen2 with experts, one of them shared by all tokens (Yang et al. 2024)."""
     config.reject("attention_bias", False, why="biases are those of qkv_bias")
     spec, has_bias = _llama_without_mlp_bias(config), config.flag("qkv_bias", True)
-    shared = FeedForward(config.size("shared_expert_intermediate_size", 5632), _activation(config))
-    mixture = replace(_qwen_experts(config, 60, 4, 1408), shared=shared)
+    is_normalized = config.flag("norm_topk_prob", False)
+    mixture = shared_experts(config, 60, 4, 1408, shared_size=5632, is_normalized=is_normalized)
     window, last = _qwen_window(config), config.size("max_window_layers", DEFAULT_LAST_WINDOWED, least=0)
     default = [LAYER_TYPES[index % 2 if index < last else 1] for index in range(spec.num_layers)]
     types = config.layer_types(spec.num_layers, default=default)
     spec = spec.with_windows([window if kind == LAYER_TYPES[0] else None for kind in types])
-    return _with_experts(config, spec.with_attention(has_qkv_bias=has_bias), mixture)
+    return with_experts(config, spec.with_attention(has_qkv_bias=has_bias), mixture)
 
 
 def qwen3_moe(config: ConfigReader) -> DecoderSpec:
@@ -105,7 +105,7 @@ def qwen3_moe(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config)
     spec = spec.with_windows((_qwen_window(config),) * spec.num_layers)
     mixture = _qwen_experts(config, 128, 8, 768)
-    return _with_experts(config, spec.with_attention(has_query_key_norm=True), mixture)
+    return with_experts(config, spec.with_attention(has_query_key_norm=True), mixture)
 
 
 def glm4_moe(config: ConfigReader) -> DecoderSpec:
@@ -222,6 +222,18 @@ def _experts(config: ConfigReader, num_experts: int, num_active: int, size: int,
     return Experts(num_experts, num_active, FeedForward(size, _activation(config)), is_normalized)
 
 
+def shared_experts(
+    config: ConfigReader, num_experts: int, num_active: int, size: int = 512, *, shared_size: int = 512,
+    is_normalized: bool,
+) -> Experts:  # fmt: skip
+    """Return a Qwen's mixture with an expert that all tokens use, times a sigmoid; the numbers are defaults."""
+    size, shared = (
+        config.size("moe_intermediate_size", size), config.size("shared_expert_intermediate_size", shared_size)
+    )
+    mixture = _experts(config, num_experts, num_active, size, is_normalized=is_normalized)
+    return replace(mixture, shared=FeedForward(shared, _activation(config)))
+
+
 def _qwen_experts(config: ConfigReader, num_experts: int, num_active: int, size: int) -> Experts:
     is_normalized = config.flag("norm_topk_prob", False)
     size = config.size("moe_intermediate_size", size)
@@ -233,7 +245,7 @@ def _qwen_window(config: ConfigReader) -> int | None:
     return config.nullable_size("sliding_window", DEFAULT_WINDOW) if config.flag("use_sliding_window", False) else None
 
 
-def _with_experts(config: ConfigReader, spec: DecoderSpec, mixture: Experts) -> DecoderSpec:
+def with_experts(config: ConfigReader, spec: DecoderSpec, mixture: Experts) -> DecoderSpec:
     """Return a Qwen's spec with experts in all layers but those of `mlp_only_layers`, or in every so many."""
     dense = config.indices("mlp_only_layers", spec.num_layers)
     step = config.size("decoder_sparse_step", 1, limit=MAX_LAYERS)

@@ -1,0 +1,69 @@
+"""Gated delta nets and output gates in C++; the meanings are those of `quire.kernels.reference.delta_net`."""
+
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.core.arrays import UINT8, Array, DType, dtype_name
+from quire.kernels.conversion import converted
+from quire.kernels.cpp import _kernels
+from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
+from quire.kernels.delta_net import DeltaNetSpec, StateRows, StateShape
+
+_DELTA_NET, _GATE = pair("delta_net"), pair("gate")
+_ROWS = tuple(each.name for each in fields(StateRows))
+
+
+def delta_net(
+    spec: DeltaNetSpec, x: Array, rates: Array, positions: NDArray[np.int64], states: Array,
+    query_starts: NDArray[np.int32], rows: StateRows,
+) -> Array:  # fmt: skip
+    """Do what the reference does; inputs beside states in the dtype that the kernels compute x in."""
+    dtype, heads, num_tokens = kernel_dtype(x.dtype), spec.heads, len(x)
+    inputs, numbers = (np.ascontiguousarray(converted(each, dtype)) for each in (x, rates))
+    assert inputs.shape == (num_tokens, heads.channels + heads.width), f"{inputs.shape} for {heads}"
+    assert numbers.shape == (num_tokens, 2 * heads.num_value_heads), f"{numbers.shape} for {heads}"
+    assert len(positions) == num_tokens == query_starts[-1]
+    assert positions.dtype == np.int64
+    assert query_starts.dtype == np.int32
+    out = np.empty((num_tokens, heads.width), dtype)
+    _DELTA_NET[dtype](
+        delta_net_weights(spec), address(inputs), row_stride(inputs), address(numbers), row_stride(numbers),
+        address(out), row_stride(out), address(checked_states(spec, states, dtype)), address(positions),
+        address(query_starts), *state_arguments(rows), len(query_starts) - 1,
+    )  # fmt: skip
+    return converted(out, x.dtype)
+
+
+def gate(x: Array, gates: Array) -> Array:
+    """Do what the reference does."""
+    dtype = kernel_dtype(x.dtype)
+    out, shares = np.array(converted(x, dtype), order="C"), np.ascontiguousarray(converted(gates, dtype))
+    assert out.shape == shares.shape, f"{shares.shape} for {out.shape}"
+    num_rows, width = out.shape
+    _GATE[dtype](address(out), width, address(shares), width, num_rows, width)
+    return converted(out, x.dtype)
+
+
+def delta_net_weights(spec: DeltaNetSpec) -> _kernels.DeltaNetWeights:
+    """Return a layer's weights as the extension takes them, valid for as long as the spec is kept."""
+    weights = spec.conv_weight, spec.rate, spec.rate_bias, spec.norm_weight
+    assert all(each.flags.c_contiguous for each in weights), "weights with gaps"
+    return _kernels.DeltaNetWeights(*spec.heads, spec.taps, spec.length, *map(address, weights), spec.norm_eps)
+
+
+def state_arguments(rows: StateRows) -> list[int]:
+    """Return the kernel's arguments from the slots of a step."""
+    arrays = [getattr(rows, name) for name in _ROWS]
+    assert all(each.dtype == np.int32 and each.flags.c_contiguous for each in arrays), "slots without gaps in int32"
+    return [_kernels.address(each) for each in arrays]
+
+
+def checked_states(spec: DeltaNetSpec, states: Array, dtype: DType) -> Array:
+    """Return the states of a layer; assert that they are as the kernel takes them."""
+    expected = StateShape(spec.heads, spec.length, dtype_name(dtype)).num_bytes
+    assert states.dtype == UINT8, f"states of {states.dtype}"
+    assert states.shape[1:] == (expected,), f"slots of {states.shape[1:]} bytes for {expected}"
+    assert states.flags.c_contiguous, "states with gaps"
+    return states

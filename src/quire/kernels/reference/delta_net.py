@@ -1,0 +1,117 @@
+"""Gated delta rule in PyTorch, a token at a time: the meaning that every back end must match.
+
+Each token is computed by ops of the same shapes, so that its bits do not depend on the tokens of the step.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from quire.kernels.delta_net import TILE, DeltaNetSpec, StateRows
+
+L2_EPS = 1e-6
+
+
+def gate(x: Tensor, gates: Tensor) -> Tensor:
+    """Return x * sigmoid(gates) in x's dtype; the sigmoid is computed in float32 and rounded once."""
+    return (x.float() * gates.float().sigmoid().to(x.dtype).float()).to(x.dtype)
+
+
+def delta_net(
+    spec: DeltaNetSpec, x: Tensor, rates: Tensor, positions: Tensor, states: Tensor, query_starts: Tensor,
+    rows: StateRows,
+) -> Tensor:  # fmt: skip
+    """Return [num_tokens, width]: the results of the heads, normed and gated; keep the new states.
+
+    u = [q | k | v] of x is convolved over its last `taps` tokens, zeros before the sequence, and silu of it is taken;
+    q and k are divided by their lengths, q by sqrt(key_dim), too. With g = exp(-rate * softplus(a + rate_bias)) and
+    beta = sigmoid(b): S = g * S; S = S + k (x) beta * (v - k^T S); o = q^T S. The result is
+    norm_weight * o / rms(o) * silu(z), o and o / rms(o) rounded to x's dtype. All else is float32.
+    """
+    heads, taps = spec.heads, spec.taps
+    out = x.new_empty(len(x), heads.width)
+    entries = [each.tolist() for each in (rows.read, rows.committed, rows.write, rows.commit_to, rows.snapshots)]
+    inputs = torch.cat([x[:, : heads.channels], rates], dim=1)
+    steps = zip(pairwise(query_starts.tolist()), *entries, strict=True)
+    for (start, stop), read, committed, write, commit_to, snapshots in steps:
+        if start == stop:
+            continue
+        first = int(positions[start])
+        own = Slot(spec, states[read], x.dtype) if read >= 0 else None
+        state = torch.zeros(heads.num_value_heads, heads.key_dim, heads.value_dim) if own is None else own.state()
+        window = {position: torch.zeros(heads.inputs, dtype=x.dtype) for position in range(1 - taps, 0)}
+        if own is not None:
+            window |= {at: own.inputs(at).clone() for at in range(max(committed - taps + 1, 0), first)}
+        window |= {first + i: inputs[start + i] for i in range(stop - start)}
+        kept = {committed: state}
+        wanted = {commit_to, *(position for position, slot in snapshots if slot >= 0)}
+        for position in range(committed, first + stop - start):
+            heads_out, state = _token(spec, state, [window[position - taps + 1 + tap] for tap in range(taps)])
+            if position >= first:
+                row = start + position - first
+                out[row] = _gated_norm(spec, heads_out.to(x.dtype), x[row, heads.channels :]).to(x.dtype)
+            if position + 1 in wanted:
+                kept[position + 1] = state
+        for position, slot in snapshots:
+            if slot >= 0:
+                Slot(spec, states[slot], x.dtype).write(kept[position], window, position, position)
+        if write >= 0:
+            Slot(spec, states[write], x.dtype).write(kept[commit_to], window, commit_to, first + stop - start)
+    return out
+
+
+class Slot:
+    """A slot of a layer, uint8 [num_bytes], read and written in place."""
+
+    def __init__(self, spec: DeltaNetSpec, memory: Tensor, dtype: torch.dtype) -> None:
+        heads, self._taps = spec.heads, spec.taps
+        num_tiles = heads.value_dim // TILE
+        ring_offset = 4 * heads.key_dim * heads.width
+        ring_bytes = spec.length * heads.inputs * dtype.itemsize
+        tiles = memory[:ring_offset].view(torch.float32)
+        self._tiles = tiles.view(heads.num_value_heads, num_tiles, heads.key_dim, TILE)
+        self._ring = memory[ring_offset : ring_offset + ring_bytes].view(dtype).view(spec.length, heads.inputs)
+
+    def state(self) -> Tensor:
+        """Return S [value heads, key_dim, value_dim]."""
+        return self._tiles.permute(0, 2, 1, 3).flatten(2)
+
+    def inputs(self, position: int) -> Tensor:
+        """Return the inputs of a token that is in the ring."""
+        return self._ring[position % len(self._ring)]
+
+    def write(self, state: Tensor, window: dict[int, Tensor], committed: int, stop: int) -> None:
+        """Write S, and the inputs that are needed after it: up to token `stop`."""
+        self._tiles.copy_(state.view(*state.shape[:2], -1, TILE).permute(0, 2, 1, 3))
+        for position in range(max(committed - self._taps + 1, 0), stop):
+            self.inputs(position).copy_(window[position])
+
+
+def _token(spec: DeltaNetSpec, state: Tensor, window: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a token's results [value heads, value_dim], and the new S."""
+    heads = spec.heads
+    sums = torch.zeros(heads.channels)
+    for weight, row in zip(spec.conv_weight, window, strict=True):
+        sums = sums + weight * row[: heads.channels].float()
+    width, repeats = heads.num_key_heads * heads.key_dim, heads.num_value_heads // heads.num_key_heads
+    query, key, value = silu(sums).tensor_split([width, 2 * width])
+    query, key = (_unit(each.view(-1, heads.key_dim)).repeat_interleave(repeats, 0) for each in (query, key))
+    b, a = window[-1][heads.channels :].float().chunk(2)
+    decay, beta = torch.exp(-spec.rate * softplus(a + spec.rate_bias)), b.sigmoid()
+    state = decay[:, None, None] * state
+    change = (value.view(-1, heads.value_dim) - (key[:, :, None] * state).sum(1)) * beta[:, None]
+    state = state + key[:, :, None] * change[:, None, :]
+    return ((query * heads.key_dim**-0.5)[:, :, None] * state).sum(1), state
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+def _gated_norm(spec: DeltaNetSpec, heads_out: Tensor, z: Tensor) -> Tensor:
+    x = heads_out.float()
+    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps)).to(heads_out.dtype)
+    gated: Tensor = spec.norm_weight * normed.float() * silu(z.float().view(x.shape))
+    return gated.flatten()

@@ -1,0 +1,115 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.6, their text: gated delta nets in most layers, gated attention in the others (2025).
+
+Norms are with 1 + weight, but for that of a delta net. A quarter of a head's dimensions is rotated; positions in three
+axes are equal for text. Parts of a checkpoint that predict later tokens (`mtp.`) and that read images are not read.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from quire.kernels.delta_net import MAX_TAPS
+from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader
+from quire.model.families.mixture import shared_experts, with_experts
+from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
+from quire.model.llama import llama
+from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames
+
+PARTIAL_ROTARY = 0.25
+HEAD_DIM = 256
+MAX_STATE_HEADS = 2**16
+LAYER_TYPES = ("linear_attention", "full_attention")
+FULL_INTERVAL = 4
+SKIPPED = ("mtp.", "visual.")
+WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    prefixes=("model.language_model.", "model.", "language_model.model.", ""),
+    delta_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    delta_rates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    delta_conv="linear_attn.conv1d",
+    delta_log_rate="linear_attn.A_log",
+    delta_rate_bias="linear_attn.dt_bias",
+    delta_norm="linear_attn.norm",
+    delta_out="linear_attn.out_proj",
+    experts=ExpertNames(),
+    skipped=SKIPPED,
+)
+GROUPED_WEIGHTS = replace(
+    WEIGHTS, prefixes=LLAMA_WEIGHTS.prefixes, delta_in=("linear_attn.in_proj_qkvz",),
+    delta_rates=("linear_attn.in_proj_ba",),
+)  # fmt: skip
+QWEN3_5_SIZES = {
+    "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768,
+}  # fmt: skip
+QWEN3_5_MOE_SIZES = QWEN3_5_SIZES | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2}
+
+
+def qwen3_next(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Qwen3-Next: projections of delta nets are stored by key heads."""
+    spec = _hybrid(config.with_default("num_key_value_heads", 2))
+    mixture = shared_experts(config, 512, 10, is_normalized=config.flag("norm_topk_prob", True))
+    return replace(with_experts(config, spec, mixture), weights=GROUPED_WEIGHTS)
+
+
+def qwen3_5_text(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Qwen3.5 or Qwen3.6 for text."""
+    return _hybrid(_with_defaults(config, QWEN3_5_SIZES))
+
+
+def qwen3_5_moe_text(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Qwen3.5 or Qwen3.6 with experts, in all layers, for text."""
+    spec = _hybrid(_with_defaults(config, QWEN3_5_MOE_SIZES))
+    mixture = shared_experts(config, 256, 8, is_normalized=True)
+    return spec.with_layers(partial(replace, feed_forward=mixture))
+
+
+def qwen3_5(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of the text model in a Qwen3.5 or Qwen3.6."""
+    return _text(config, qwen3_5_text)
+
+
+def qwen3_5_moe(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of the text model in a Qwen3.5 or Qwen3.6 with experts."""
+    return _text(config, qwen3_5_moe_text)
+
+
+def _text(config: ConfigReader, family: Callable[[ConfigReader], DecoderSpec]) -> DecoderSpec:
+    text = config.nested("text_config", config.section("text_config"))
+    if config.has("tie_word_embeddings") or not text.has("tie_word_embeddings"):
+        text = text.replaced(tie_word_embeddings=config.flag("tie_word_embeddings", False))
+    return family(text)
+
+
+def _with_defaults(config: ConfigReader, sizes: dict[str, int]) -> ConfigReader:
+    for key, default in sizes.items():
+        config = config.with_default(key, default)
+    return config
+
+
+def _hybrid(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of all of them, with dense feed-forwards."""
+    config = config.with_default("head_dim", HEAD_DIM)
+    config.reject("mlp_bias", False, why="its feed-forwards have no biases")
+    config.reject("use_sliding_window", False, why="its attention has no window")
+    spec = llama(config, partial_rotary=PARTIAL_ROTARY)
+    spec = spec.with_attention(has_query_key_norm=True, has_output_gate=True)
+    net = DeltaNet(
+        num_key_heads=config.size("linear_num_key_heads", 16, limit=MAX_STATE_HEADS),
+        num_value_heads=config.size("linear_num_value_heads", 32, limit=MAX_STATE_HEADS),
+        key_dim=config.size("linear_key_head_dim", 128, limit=MAX_HEAD_DIM),
+        value_dim=config.size("linear_value_head_dim", 128, limit=MAX_HEAD_DIM),
+        taps=config.size("linear_conv_kernel_dim", 4, limit=MAX_TAPS),
+    )
+    pairs = zip(spec.layers, _layer_types(config, spec.num_layers), strict=True)
+    layers = (replace(layer, mixer=net) if kind == LAYER_TYPES[0] else layer for layer, kind in pairs)
+    return replace(spec, layers=tuple(layers), norm="rms_offset", weights=WEIGHTS)
+
+
+def _layer_types(config: ConfigReader, num_layers: int) -> list[str]:
+    """Return `layer_types`; if missing, attention in every layer of a number that `full_attention_interval` divides."""
+    found = config.strings("layer_types", LAYER_TYPES)
+    if found and len(found) != num_layers:
+        raise config.error(f"layer_types has {len(found)} entries for {num_layers} layers")
+    interval = config.size("full_attention_interval", FULL_INTERVAL, limit=MAX_LAYERS)
+    return found or [LAYER_TYPES[(index + 1) % interval == 0] for index in range(num_layers)]
