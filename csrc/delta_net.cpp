@@ -110,8 +110,9 @@ private:
     char* slot(long index) const { return static_cast<char*>(op_.states) + index * slot_bytes_; }
     T* ring(long index, long position) const { return reinterpret_cast<T*>(slot(index) + ring_offset_) + position % op_.length * num_inputs_; }
     float* tile(long index, long head, long number) const {
-        return reinterpret_cast<float*>(slot(index)) + ((key_head_ * group_ + head) * num_tiles_ + number) * tile_size_;
+        return reinterpret_cast<float*>(slot(index)) + (value_head(head) * num_tiles_ + number) * tile_size_;
     }
+    long value_head(long head) const { return op_.is_tiled ? head * op_.num_key_heads + key_head_ : key_head_ * group_ + head; }
     bool has_room_for_all() const { return stop_ - committed_ > BLOCK; }
 
     // Where the channels of a token are, and its two numbers of each value head; null before the sequence.
@@ -126,9 +127,10 @@ private:
     void block(long first, long last) {
         const long count = last - first, key_dim = op_.key_dim, value_rows = group_ * op_.value_dim;
         const long keys = op_.num_key_heads * key_dim;
-        convolve(first, count, key_head_ * key_dim, key_dim, query_);
-        convolve(first, count, keys + key_head_ * key_dim, key_dim, key_);
-        convolve(first, count, 2 * keys + key_head_ * value_rows, value_rows, value_);
+        convolve(first, count, key_head_ * key_dim, key_dim, query_, key_dim);
+        convolve(first, count, keys + key_head_ * key_dim, key_dim, key_, key_dim);
+        for (long head = 0; head < group_; head++)
+            convolve(first, count, 2 * keys + value_head(head) * op_.value_dim, op_.value_dim, value_ + head * op_.value_dim, value_rows);
         const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(key_dim));
         for (long i = 0; i < count; i++) normalize(query_ + i * key_dim, scale), normalize(key_ + i * key_dim, 1.0f);
         find_rates(first, count);
@@ -138,8 +140,8 @@ private:
             for (long head = 0; head < group_; head++) finish(position, position - first, head);
     }
 
-    // rows [count, width] = silu of the convolution of the channels from `channel` on.
-    void convolve(long first, long count, long channel, long width, float* rows) const {
+    // rows [count, width], `stride` apart, = silu of the convolution of the channels from `channel` on.
+    void convolve(long first, long count, long channel, long width, float* rows, long stride) const {
         std::array<const T*, BLOCK + MAX_TAPS> inputs;
         for (long i = 0; i < count + op_.taps - 1; i++) inputs[i] = channels(first - op_.taps + 1 + i);
         for (long i = 0; i < width; i += LANES) {
@@ -148,7 +150,7 @@ private:
                 Floats sum = {};
                 for (long tap = 0; tap < op_.taps; tap++)
                     if (const T* row = inputs[token + tap]) sum = multiply_add(load(weight + tap * channels_), load(row + channel + i), sum);
-                store(rows + token * width + i, silu(sum));
+                store(rows + token * stride + i, silu(sum));
             }
         }
     }
@@ -165,10 +167,11 @@ private:
         const long size = rounded_up(count * group_, LANES);
         std::fill(decay_ + count * group_, decay_ + size, 0.0f), std::fill(share_ + count * group_, share_ + size, 0.0f);
         for (long token = 0; token < count; token++) {
-            const T* from = rates(first + token) + key_head_ * group_;
+            const T* from = rates(first + token);
             for (long head = 0; head < group_; head++) {
-                share_[token * group_ + head] = as_float(from[head]);
-                decay_[token * group_ + head] = as_float(from[op_.num_value_heads + head]) + op_.rate_bias[key_head_ * group_ + head];
+                const long number = value_head(head);
+                share_[token * group_ + head] = as_float(from[number]);
+                decay_[token * group_ + head] = as_float(from[op_.num_value_heads + number]) + op_.rate_bias[number];
             }
         }
         for (long i = 0; i < size; i += LANES) {
@@ -176,7 +179,7 @@ private:
             store(decay_ + i, softplus(load(decay_ + i)));
         }
         for (long token = 0; token < count; token++)
-            for (long head = 0; head < group_; head++) decay_[token * group_ + head] *= -op_.rate[key_head_ * group_ + head];
+            for (long head = 0; head < group_; head++) decay_[token * group_ + head] *= -op_.rate[value_head(head)];
         for (long i = 0; i < size; i += LANES) store(decay_ + i, exp(load(decay_ + i)));
     }
 
@@ -254,7 +257,7 @@ private:
     // The result of a token's head, normed and gated.
     void finish(long position, long token, long head) const {
         const float* values = out_ + token * group_ * op_.value_dim + head * op_.value_dim;
-        const long row = begin_ + position - start_, column = (key_head_ * group_ + head) * op_.value_dim;
+        const long row = begin_ + position - start_, column = value_head(head) * op_.value_dim;
         const T* gates = op_.x + row * op_.x_stride + channels_ + column;
         T* out = op_.out + row * op_.out_stride + column;
         Floats squares = {};
@@ -289,15 +292,17 @@ private:
     }
 
     void keep_inputs(long to, long committed, long stop) const {
-        const long key_dim = op_.key_dim, keys = op_.num_key_heads * key_dim, values = group_ * op_.value_dim;
+        const long key_dim = op_.key_dim, keys = op_.num_key_heads * key_dim, value_dim = op_.value_dim;
         for (long position = std::max(committed - op_.taps + 1, 0L); position < stop; position++) {
             if (position < start_ && to == read_) continue;  // there already
-            const T *from = channels(position), *numbers = rates(position) + key_head_ * group_;
-            T *row = ring(to, position), *pair = row + channels_ + key_head_ * group_;
-            for (const auto& [first, width] : {std::pair{key_head_ * key_dim, key_dim}, {keys + key_head_ * key_dim, key_dim}, {2 * keys + key_head_ * values, values}})
-                std::memcpy(row + first, from + first, width * sizeof(T));
-            std::memcpy(pair, numbers, group_ * sizeof(T));
-            std::memcpy(pair + op_.num_value_heads, numbers + op_.num_value_heads, group_ * sizeof(T));
+            const T *from = channels(position), *numbers = rates(position);
+            T *row = ring(to, position), *kept = row + channels_;
+            for (const long first : {key_head_ * key_dim, keys + key_head_ * key_dim}) std::memcpy(row + first, from + first, key_dim * sizeof(T));
+            for (long head = 0; head < group_; head++) {
+                const long number = value_head(head), first = 2 * keys + number * value_dim;
+                std::memcpy(row + first, from + first, value_dim * sizeof(T));
+                kept[number] = numbers[number], kept[op_.num_value_heads + number] = numbers[op_.num_value_heads + number];
+            }
         }
     }
 };

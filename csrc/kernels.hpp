@@ -341,6 +341,7 @@ struct DeltaNetWeights {
     long num_key_heads, num_value_heads, key_dim, value_dim, taps, length;
     const float *conv_weight, *rate, *rate_bias, *norm_weight;
     float norm_eps;
+    bool is_tiled;  // value head i reads key head i % num_key_heads, else i / (num_value_heads / num_key_heads)
 };
 
 // x [num_tokens, channels + width] of queries, keys, values and gates, rates [num_tokens, 2 * num_value_heads], out

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from model_tables import COMBINATIONS, PAGE, Cases, gguf_name, has_latents, is_refused
+from model_tables import COMBINATIONS, PAGE, Cases, gguf_name, has_latents, has_states, is_refused
 from quire.formats.gguf.gguf_config import ARCHITECTURES
 from quire.model.architectures import ENCODERS, FAMILIES
 from support.gguf_files import ARCHITECTURES as GGUF_ARCHITECTURES
@@ -26,9 +26,12 @@ def test_every_family_has_a_case_plain_and_with_options() -> None:
 
 @pytest.mark.parametrize("settings", COMBINATIONS.values(), ids=COMBINATIONS)
 def test_families_combine_alike(settings: dict[str, Any]) -> None:
-    """The table of combinations has a column for those with latents, and one for all others."""
-    refused = settings.items() & {"kv_cache_dtype": "fp8", "device": "cuda"}.items()
-    expected = {name: bool(refused) and has_latents(name) for name in FAMILIES}
+    """The table of combinations has columns for those with latents and with delta nets, and one for all others."""
+    by_latents = settings.items() & {"kv_cache_dtype": "fp8", "device": "cuda"}.items()
+    by_states = settings.items() & {"tensor_parallel_size": 2, "device": "cuda"}.items()
+    expected = {
+        name: (bool(by_latents) and has_latents(name)) or (bool(by_states) and has_states(name)) for name in FAMILIES
+    }
     assert {name: is_refused(name, settings) for name in FAMILIES} == expected
 
 

@@ -35,6 +35,7 @@ TEXT_CONFIG = {
     "vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "hidden_size": 64, "ffn_dim": 16,
     "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16, "max_position_embeddings": 32,
     "num_key_value_heads": 2, "rotary_dim": 16, "dim": 64, "n_heads": 4, "n_layers": 2, "hidden_dim": 16,
+    "full_attention_interval": 2,
 }  # fmt: skip
 CONFIG: dict[str, object] = {  # config.json of a model with vision
     **TEXT_CONFIG, "text_config": TEXT_CONFIG, "image_token_index": 63, "mm_tokens_per_image": 49,
@@ -47,7 +48,7 @@ OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architec
     "Qwen3VLForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": [8, 16]}},
 }
 Family = Callable[[ConfigReader], DecoderSpec]
-READ = {"num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"}  # options among the sizes
+READ = {"full_attention_interval", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"}  # options among the sizes
 SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - READ
 
 
@@ -97,6 +98,10 @@ class Cases:
         "Mistral3": "Mistral3ForConditionalGeneration",
         "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VL": "Qwen3VLForConditionalGeneration",
+        "Qwen3_5Text": "Qwen3_5ForCausalLM",
+        "Qwen3_5": "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
+        "Qwen3_5Moe": "Qwen3_5MoeForConditionalGeneration",
     }
 
     def __init__(self, file: str = "test_families.py", end: str = "ForCausalLM") -> None:
@@ -154,6 +159,8 @@ GGUF_NAMES = {
     "LlavaForConditionalGeneration": "llama",
     "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
+    "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5ForConditionalGeneration": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3_5MoeForConditionalGeneration": "qwen35moe",
 }  # fmt: skip
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "`--quantization int8`, `int4`": {"quantization": "int8"},
@@ -183,12 +190,18 @@ def _check_family(options: EngineOptions, architecture: str) -> None:
     if options.device == "cuda":
         require("cuda", ["Experts"] if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers) else [])
         require("cuda", ["latent attention"] if has_latents(architecture) else [])
+        require("cuda", ["DeltaNet"] if has_states(architecture) else [])
 
 
 def has_latents(architecture: str) -> bool:
     """Return whether a family has attention over latents."""
     spec = FAMILIES[architecture](config_of(architecture))
     return any(isinstance(attention, LatentAttention) for attention in spec.attentions)
+
+
+def has_states(architecture: str) -> bool:
+    """Return whether a family keeps states of sequences."""
+    return bool(FAMILIES[architecture](ConfigReader(CONFIG, "config.json")).delta_nets)
 
 
 def _check_encoder_on_device(options: EngineOptions) -> None:
@@ -214,7 +227,8 @@ def is_refused(kind: str, settings: Mapping[str, Any]) -> bool:
 def combinations() -> str:
     """Return the table of options by kinds of models; tests hold every family to the column of its kind."""
     kinds = {
-        "families": "LlamaForCausalLM", "with latent attention": "DeepseekV3ForCausalLM", "encoders": "encoders",
+        "families": "LlamaForCausalLM", "with latent attention": "DeepseekV3ForCausalLM",
+        "with gated delta nets": "Qwen3_5ForCausalLM", "encoders": "encoders",
         "through transformers": "transformers",
     }  # fmt: skip
     rows = [

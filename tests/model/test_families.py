@@ -427,9 +427,22 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"linear_num_value_heads": 2, "shared_expert_intermediate_size": 32},
     ),
     "qwen3.5": ("Qwen3_5", {"text_config": DELTA, "vision_config": QWEN_VISION}),
-    "qwen3.5, text": ("Qwen3_5Text", DELTA | {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3.5, tied": (
+        "Qwen3_5",
+        {
+            "text_config": DELTA | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 2},
+            "vision_config": QWEN_VISION, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5, text": ("Qwen3_5Text", DELTA),
+    "qwen3.5, text, biases, tied": ("Qwen3_5Text", DELTA | {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3.5 moe": ("Qwen3_5Moe", {"text_config": DELTA | {"num_experts": 6}, "vision_config": QWEN_VISION}),
-    "qwen3.5 moe, text": ("Qwen3_5MoeText", DELTA | {"num_experts": 4, "linear_key_head_dim": 32}),
+    "qwen3.5 moe, biases": (
+        "Qwen3_5Moe",
+        {"text_config": DELTA | {"num_experts": 4, "attention_bias": True}, "vision_config": QWEN_VISION},
+    ),
+    "qwen3.5 moe, text": ("Qwen3_5MoeText", DELTA | {"num_experts": 4}),
+    "qwen3.5 moe, text, wide keys": ("Qwen3_5MoeText", DELTA | {"num_experts": 5, "linear_key_head_dim": 48}),
     "gpt-oss": (
         "GptOss",
         LLAMA

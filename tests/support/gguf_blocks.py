@@ -35,7 +35,8 @@ def random_blocks(kinds: dict[str, str], default: str) -> Quantize:
     def quantize(name: str, tensor: Tensor) -> Stored:
         if tensor.dim() == 1 or name.endswith("_norm.weight"):
             return as_is(name, tensor)
-        if ".ffn_gate_inp" in name or ".shortconv.conv" in name:  # routers and convolutions stay floats
+        if any(part in name for part in (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d")):
+            # routers and convolutions stay floats
             return as_is(name, tensor.float())
         stem = re.sub(r"\.\d+\.weight$", ".weight", name)  # weights of all experts
         kind = next((kind for end, kind in kinds.items() if stem.endswith(end)), default)

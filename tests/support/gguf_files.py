@@ -84,6 +84,7 @@ def converted(
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
     loaded = _with_stacked_norms(load_file(folder / "model.safetensors"))
+    loaded = _with_plain_groups(loaded, config)
     if f"{architecture}.attention.key_length_mla" in metadata:
         loaded = _with_split_latents(loaded, config)
     for name, tensor in loaded.items():
@@ -164,7 +165,7 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
     } | {key: config[name] for key, name in EXPERT_KEYS if name in config} | {
         f"attention.layer_norm_{'rms_' if name.startswith('rms') else ''}epsilon": config[name]
         for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if name in config
-    } | _of_some(config) | _of_convolutions(config)  # fmt: skip
+    } | _of_some(config) | _of_convolutions(config) | _of_delta_nets(config)  # fmt: skip
 
 
 def _of_convolutions(config: dict[str, Any]) -> dict[str, Any]:
@@ -179,11 +180,29 @@ def _of_convolutions(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _of_delta_nets(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a Qwen3-Next or Qwen3.5."""
+    if "linear_num_key_heads" not in config:
+        return {}
+    num_values = config["linear_num_value_heads"]
+    head_dim, part = config["head_dim"], config["rope_parameters"]["partial_rotary_factor"]
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": num_values,
+        "ssm.inner_size": num_values * config["linear_value_head_dim"],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
+        "rope.dimension_count": int(head_dim * part),
+        "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+    }
+
+
 def _of_some(config: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of windows, multipliers of logits, YaRN and longrope."""
     keys = {"attention.sliding_window": "sliding_window", "logit_scale": "logit_scale"}
     found = {key: config[name] for key, name in keys.items() if name in config}
-    if "layer_types" in config:
+    if "sliding_attention" in config.get("layer_types", ()):
         windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = windowed
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -220,7 +239,8 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3", "Glm4MoeForCausalLM": "glm4moe", "Dots1ForCausalLM": "dots1",
     "DeepseekV2ForCausalLM": "deepseek2", "DeepseekV3ForCausalLM": "deepseek2",
     "MiniMaxM2ForCausalLM": "minimax-m2", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
-    "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe",
+    "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3")
 EXPERT_KEYS = (
@@ -238,6 +258,7 @@ EXPERT_KEYS = (
 _VECTORS = {
     ".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias",
     ".feed_forward.expert_bias": "exp_probs_b.bias",
+    ".linear_attn.A_log": "ssm_a", ".linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
 _EXPERT_NAMES = {
@@ -254,7 +275,14 @@ _LFM2_NAMES = {
     "conv.out_proj": "shortconv.out_proj", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
     "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp",
 }  # fmt: skip
-_OWN_NAMES = {
+_HYBRID_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
+_OWN_NAMES = dict.fromkeys(HYBRIDS, _HYBRID_NAMES) | {
     "lfm2": _LFM2_NAMES, "lfm2moe": _LFM2_NAMES,
     "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS, "gemma3": _OUTPUT_NORMS,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
@@ -345,6 +373,8 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
     stem, _, part = name.rpartition(".")
     names = _NAMES | _OWN_NAMES.get(architecture, {})
     if vector := next((own for end, own in _VECTORS.items() if name.endswith(end)), None):
+        if architecture in HYBRIDS and architecture != "qwen3next":
+            tensor = _tiled("", tensor, config)
         return f"blk.{name.split('.')[2]}.{vector}", tensor.flatten()
     for prefix in ("model.layers.", "transformer.h.", "gpt_neox.layers."):
         if stem.startswith(prefix):
@@ -357,7 +387,7 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         renamed = f"{names[stem]}.{part}"
     if architecture == "gpt2" and stem.split(".")[-1].startswith("c_") and part == "weight":
         return renamed, tensor.T.contiguous()
-    if architecture in ("gemma", "gemma2", "gemma3") and stem.endswith("norm"):
+    if architecture in ("gemma", "gemma2", "gemma3", *HYBRIDS) and stem.endswith("norm") and "ssm_norm" not in renamed:
         return renamed, tensor.float() + 1
     if stem.endswith("query_key_value"):
         return renamed, _split_groups(tensor, config)
@@ -366,7 +396,39 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         heads = config.get(key, config["num_attention_heads"])
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return renamed, halves.transpose(1, 2).reshape(tensor.shape)
-    return renamed, tensor.squeeze(1) if stem == "conv.conv" else tensor
+    if architecture in HYBRIDS and architecture != "qwen3next" and ".linear_attn." in name:
+        tensor = _tiled(stem, tensor, config)
+    return renamed, tensor.squeeze(1) if stem in ("conv.conv", "linear_attn.conv1d") else tensor
+
+
+def _tiled(stem: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """Return a tensor of a delta net with the value heads of one key head apart: the first of each, then the second."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if stem == "linear_attn.norm":
+        return tensor
+    if stem == "linear_attn.out_proj":
+        return _tiled("", tensor.T, config).T.contiguous()
+    first = 2 * keys * config["linear_key_head_dim"] if stem in ("linear_attn.in_proj_qkv", "linear_attn.conv1d") else 0
+    own = tensor[first:]
+    tiled = own.reshape(keys, values // keys, len(own) // values, *own.shape[1:]).transpose(0, 1).reshape(own.shape)
+    return torch.cat([tensor[:first], tiled])
+
+
+def _with_plain_groups(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return tensors with the projections of Qwen3-Next's delta nets by queries, keys, values and gates, and rates."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".A_log"):
+            found[name] = -tensor.float().exp()
+        elif name.endswith("in_proj_qkvz.weight"):
+            keys, dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+            own = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+            parts = tensor.view(keys, -1, tensor.shape[1]).split([dim, dim, own, own], dim=1)
+            *qkv, z = (part.flatten(0, 1) for part in parts)
+            found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = torch.cat(qkv), z.contiguous()
+        else:
+            found[name] = tensor
+    return found
 
 
 def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Path:

@@ -22,7 +22,7 @@ MAX_SNAPSHOTS = 2       # of a sequence in a step
 
 
 class DeltaHeads(NamedTuple):
-    """Sizes of a gated delta net. Value head i reads key head i // (num_value_heads / num_key_heads)."""
+    """Sizes of a gated delta net; several value heads read a key head."""
 
     num_key_heads: int
     num_value_heads: int
@@ -84,6 +84,7 @@ class DeltaNetSpec:
     norm_weight: Tensor   # [value_dim] float32
     norm_eps: float
     length: int           # of the ring
+    is_tiled: bool = False  # value head i reads key head i % num_key_heads, else heads that share one are neighbours
 
     def __post_init__(self) -> None:
         heads = self.heads

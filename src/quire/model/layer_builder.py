@@ -262,14 +262,16 @@ class LayerBuilder:
         rates = weights.dense_linear(shapes.delta_rates)
         self._append("delta_rates", ops.LinearOp(f"{self._stem}delta_rates", rates, source, "delta_rates"))
         heads = DeltaHeads(net.num_key_heads, net.num_value_heads, net.key_dim, net.value_dim)
+        rate = vector(shapes.rate)
         spec = DeltaNetSpec(
             heads,
             contiguous(vector(shapes.conv_weight).reshape(-1, net.taps).T),
-            exp(vector(shapes.log_rate)),
+            -rate if net.has_plain_rate else exp(rate),
             vector(shapes.rate_bias),
             vector(shapes.norm_weight),
             self._spec.norm_eps,
             ring_length(net.taps, self._shared.max_truncated),
+            net.is_tiled,
         )
         compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed")
         self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._cache_index, spec, compute, *names))

@@ -234,7 +234,7 @@ class DeltaNetShapes(NamedTuple):
     delta_in: LinearShape
     delta_rates: LinearShape
     conv_weight: VectorShape
-    log_rate: VectorShape
+    rate: VectorShape
     rate_bias: VectorShape
     norm_weight: VectorShape
     delta_out: LinearShape
@@ -244,7 +244,7 @@ class DeltaNetShapes(NamedTuple):
         """Return the shapes of the gated delta net of a layer."""
         names, hidden, key_rows = spec.weights, spec.hidden_size, net.num_key_heads * net.key_dim
         channels = 2 * key_rows + net.width
-        assert names.delta_log_rate is not None, "a gated delta net in a map of names without it"
+        assert names.delta_rate is not None, "a gated delta net in a map of names without it"
         assert names.delta_rate_bias is not None
         assert names.delta_out is not None
         is_whole = len(names.delta_in) > 1
@@ -258,7 +258,7 @@ class DeltaNetShapes(NamedTuple):
                 names.delta_rates, counts, hidden, num_groups=groups_of_rates, is_always_dense=True
             ),
             conv_weight=VectorShape(f"{names.delta_conv}.weight", stored),
-            log_rate=VectorShape(names.delta_log_rate, (net.num_value_heads,)),
+            rate=VectorShape(names.delta_rate, (net.num_value_heads,)),
             rate_bias=VectorShape(names.delta_rate_bias, (net.num_value_heads,)),
             norm_weight=VectorShape(f"{names.delta_norm}.weight", (net.value_dim,)),
             delta_out=LinearShape((names.delta_out,), (hidden,), net.width),

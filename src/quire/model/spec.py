@@ -119,7 +119,7 @@ class WeightMap:
     delta_in: tuple[str, ...] = ()          # to queries, keys and values of delta nets, and to gates; one: by key heads
     delta_rates: tuple[str, ...] = ()       # to each value head's share of a token and decay; one: by key heads
     delta_conv: str | None = None           # the convolution, [channels, 1, taps] as is_conv_plain says
-    delta_log_rate: str | None = None       # tensors, their whole names
+    delta_rate: str | None = None           # tensors, their whole names
     delta_rate_bias: str | None = None
     delta_norm: str | None = None
     delta_out: str | None = None
@@ -340,6 +340,8 @@ class DeltaNet:
     key_dim: int                # of a key head, and of a query head
     value_dim: int
     taps: int                   # tokens that a token's convolution sees, itself included
+    is_tiled: bool = False      # value head i reads key head i % num_key_heads; else those of one are neighbours
+    has_plain_rate: bool = False  # the tensor of decays is their rate times -1, else its logarithm
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:

@@ -182,6 +182,47 @@ def test_file_with_latents_equals_the_folder_to_the_bit(
         assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
 
 
+HYBRID = LLAMA | {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+HYBRID_EXPERTS = HYBRID | {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 512,
+}
+HYBRIDS = {
+    "qwen35": HYBRID | {"architectures": ["Qwen3_5ForCausalLM"]},
+    "qwen35moe": HYBRID_EXPERTS | {"architectures": ["Qwen3_5MoeForCausalLM"]},
+    "qwen3next": HYBRID_EXPERTS | {"architectures": ["Qwen3NextForCausalLM"], "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_file_with_delta_nets_equals_the_folder(
+    family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sums over value heads, which are in another order in most files, may differ by their rounding."""
+    folder = write_random_folder(tmp_path / "model", HYBRIDS[family], torch.bfloat16)
+    metadata, tensors = converted(folder, **{f"{family}.block_count": 4, f"{family}.nextn_predict_layers": 1})
+    metadata |= {f"{family}.attention.recurrent_layers": [True, False, True, False]}
+    if family == "qwen35moe":
+        del metadata["qwen35moe.feed_forward_length"]
+    tensors |= {name.replace("blk.1.", "blk.3."): stored for name, stored in tensors.items() if "blk.1." in name}
+    floats = write_gguf(tmp_path / "floats.gguf", metadata, tensors)
+    ours, expected = (
+        logits_of(path, back_end, paged_runner, dtype="float32").log_softmax(dim=-1) for path in (floats, folder)
+    )
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    assert "not used" not in caplog.text
+    blocks = random_blocks({"ssm_out.weight": "Q6_K", "ssm_alpha.weight": "Q8_0", "ssm_conv1d.weight": "F32"}, "Q4_K")
+    source = read_source(convert(folder, tmp_path / "model.gguf", blocks))
+    quantization = source.quantization(QuantizationOptions())
+    decoder = load_model(source, back_end=back_end, quantization=quantization)
+    assert torch.isfinite(paged_runner(decoder).step({"a": PROMPT})["a"]).all()
+    if back_end.name == "cpp":
+        assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
+
+
 @pytest.mark.parametrize("heads", [[0, 2, 2], [0, -1], [1, 2]])
 def test_kv_heads_that_differ_beyond_convolutions_are_refused(tmp_path: Path, heads: list[int]) -> None:
     folder = write_random_folder(tmp_path / "model", CONFIGS["lfm2"], torch.float32)

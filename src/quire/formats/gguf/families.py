@@ -148,6 +148,26 @@ def lfm2_moe(metadata: Metadata) -> dict[str, object]:
     }
 
 
+def qwen_hybrid(metadata: Metadata, family: str) -> dict[str, object]:
+    """Return the keys of a Qwen3-Next, or of a Qwen3.5 or Qwen3.6: gated delta nets, and attention in some layers."""
+    num_values, inner = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
+    if inner % num_values:
+        raise metadata.error(f"ssm.inner_size = {inner} does not divide among {num_values} heads")
+    num_blocks, every = metadata.size("block_count", limit=MAX_LAYERS), metadata.size("full_attention_interval", 4)
+    is_recurrent = metadata.windowed("attention.recurrent_layers", num_blocks, every)
+    later = _later_blocks(metadata)
+    config = of_family(metadata, family, turns_part=True) | later
+    types = ["linear_attention" if each else "full_attention" for each in is_recurrent]
+    return config | {
+        "layer_types": types[: int(str(later["num_hidden_layers"]))],
+        "linear_num_key_heads": metadata.size("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": metadata.size("ssm.state_size", limit=MAX_HEAD_DIM),
+        "linear_value_head_dim": inner // num_values,
+        "linear_conv_kernel_dim": metadata.size("ssm.conv_kernel"),
+    }
+
+
 def ernie4_5_moe(metadata: Metadata) -> dict[str, object]:
     """Return the keys of an ERNIE 4.5 with experts."""
     metadata.reject("expert_gating_func", 0, 1, why="the weights of its experts are a softmax")
@@ -175,9 +195,11 @@ def rotary_decoder(
     for key in ("attention.value_length",) if turns_part else ("attention.value_length", "rope.dimension_count"):
         metadata.reject(key, head_dim, why=f"it must be the head's {head_dim} dimensions")
     rotated = metadata.size("rope.dimension_count", head_dim, limit=head_dim)
+    key = "expert_feed_forward_length"
+    only_experts = metadata.size(key) if metadata.has(key) else None
     return {
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.size("feed_forward_length"),
+        "intermediate_size": metadata.size("feed_forward_length", only_experts),
         "num_hidden_layers": metadata.size("block_count", limit=MAX_LAYERS),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads or metadata.size("attention.head_count_kv", num_heads),

@@ -16,7 +16,7 @@ from quire.formats.gguf import families
 from quire.formats.gguf.families import of_family
 from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, Metadata, TensorEntry
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import DecoderSpec, ExpertNames, WeightMap
+from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, LayerSpec, WeightMap
 
 MAX_ENTRIES = 4 * MAX_TENSORS
 STACKED = {"_exps.weight": 3, "_exps.bias": 2}  # and their dimensions
@@ -65,6 +65,12 @@ _LFM2_WEIGHTS = replace(
     _EXPERT_WEIGHTS, final_norm="token_embd_norm", conv_in="shortconv.in_proj", conv="shortconv.conv",
     conv_out="shortconv.out_proj", is_conv_plain=True,
 )  # fmt: skip
+_QWEN3_5_WEIGHTS = replace(
+    _EXPERT_WEIGHTS, feed_forward_norm="post_attention_norm", delta_in=("attn_qkv", "attn_gate"),
+    delta_rates=("ssm_beta", "ssm_alpha"), delta_conv="ssm_conv1d", delta_rate="ssm_a", delta_rate_bias="ssm_dt.bias",
+    delta_norm="ssm_norm", delta_out="ssm_out", is_conv_plain=True,
+)  # fmt: skip
+_QWEN3_NEXT_WEIGHTS = replace(_QWEN3_5_WEIGHTS, delta_rates=("ssm_ba",))
 _BIASED_EXPERTS = "leading_dense_block_count", "expert_weights_scale", "expert_gating_func"
 _GROUPED_EXPERTS = *_BIASED_EXPERTS, "expert_group_count"
 
@@ -73,7 +79,8 @@ class Architecture(NamedTuple):
     """An architecture of GGUF: `to_config` makes config.json's keys; `has_permuted_heads` as in `permuted_tensors`.
 
     `reads`: keys that other architectures refuse. `has_raised_norms`: the weights of norms are stored plus 1. `flags`:
-    config.json's flags that are true where the file has a tensor.
+    config.json's flags that are true where the file has a tensor. `has_tiled_heads`: value heads of gated delta nets
+    that share a key head are not neighbours.
     """
 
     to_config: Callable[[Metadata], dict[str, object]]
@@ -82,6 +89,7 @@ class Architecture(NamedTuple):
     reads: tuple[str, ...] = ()
     has_raised_norms: bool = False
     flags: Mapping[str, str] = {}
+    has_tiled_heads: bool = False
 
 
 ARCHITECTURES = {
@@ -135,6 +143,17 @@ ARCHITECTURES = {
     "olmoe": Architecture(partial(of_family, family="OlmoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen2moe": Architecture(partial(of_family, family="Qwen2MoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen3moe": Architecture(partial(of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
+    "qwen3next": Architecture(
+        partial(families.qwen_hybrid, family="Qwen3NextForCausalLM"), _QWEN3_NEXT_WEIGHTS, has_raised_norms=True
+    ),
+    "qwen35": Architecture(
+        partial(families.qwen_hybrid, family="Qwen3_5ForCausalLM"), replace(_QWEN3_5_WEIGHTS, experts=None),
+        has_raised_norms=True, has_tiled_heads=True,
+    ),
+    "qwen35moe": Architecture(
+        partial(families.qwen_hybrid, family="Qwen3_5MoeForCausalLM"), _QWEN3_5_WEIGHTS, has_raised_norms=True,
+        has_tiled_heads=True,
+    ),
     "glm4moe": Architecture(
         families.glm4_moe, _GLM4_MOE_WEIGHTS, reads=_GROUPED_EXPERTS, flags={"attention_bias": QUERY_BIAS}
     ),
@@ -203,7 +222,8 @@ def read_gguf_config(file: GGUFFile) -> dict[str, object]:
 
 def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     """Return the spec of a file's config, with the file's names of tensors and rotary frequencies."""
-    names = ARCHITECTURES[_architecture_name(file)].weights
+    architecture = ARCHITECTURES[_architecture_name(file)]
+    names = architecture.weights
     if spec.weights.feed_forward_norm is None:  # parallel sublayers share a norm
         names = replace(names, attention_norm="attn_norm", feed_forward_norm=None)
     if names.kv_up:
@@ -213,10 +233,19 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
     later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
     spec = replace(spec, weights=replace(names, skipped=later))
+    if spec.delta_nets:
+        spec = spec.with_layers(partial(_as_stored, is_tiled=architecture.has_tiled_heads))
     if spec.rotary is None or ROPE_FREQS not in file.tensors:
         return spec
     divisors = Metadata(file, _architecture_name(file)).divisors(ROPE_FREQS, spec.head_dim // 2)
     return replace(spec, rotary=replace(spec.rotary, divisors=divisors))
+
+
+def _as_stored(layer: LayerSpec, *, is_tiled: bool) -> LayerSpec:
+    """Return a layer with what files store of a gated delta net in another form."""
+    if not isinstance(layer.mixer, DeltaNet):
+        return layer
+    return replace(layer, mixer=replace(layer.mixer, is_tiled=is_tiled, has_plain_rate=True))
 
 
 def gguf_eos_token_ids(file: GGUFFile, vocab_size: int) -> frozenset[int]:
@@ -249,10 +278,11 @@ def permuted_tensors(spec: DecoderSpec, file: GGUFFile) -> dict[str, int]:
 
 
 def raised_tensors(file: GGUFFile) -> frozenset[str]:
-    """Return the names of tensors that llama.cpp stores plus 1: the norms of Gemma."""
+    """Return the names of tensors that llama.cpp stores plus 1: the norms of Gemma, and most of Qwen3.5's."""
     if not ARCHITECTURES[_architecture_name(file)].has_raised_norms:
         return frozenset()
-    return frozenset(name for name in file.tensors if name.endswith("norm.weight"))
+    names = (name for name in file.tensors if name.endswith("norm.weight"))
+    return frozenset(name for name in names if not name.endswith(".ssm_norm.weight"))
 
 
 def _architecture_name(file: GGUFFile) -> str:

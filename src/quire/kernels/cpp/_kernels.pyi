@@ -301,6 +301,7 @@ class DeltaNetWeights:
         rate_bias: int,
         norm_weight: int,
         norm_eps: float,
+        is_tiled: bool,
     ) -> None: ...
 
 class DeltaNetOp:

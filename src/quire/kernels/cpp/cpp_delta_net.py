@@ -50,7 +50,9 @@ def delta_net_weights(spec: DeltaNetSpec) -> _kernels.DeltaNetWeights:
     """Return a layer's weights as the extension takes them, valid for as long as the spec is kept."""
     weights = spec.conv_weight, spec.rate, spec.rate_bias, spec.norm_weight
     assert all(each.flags.c_contiguous for each in weights), "weights with gaps"
-    return _kernels.DeltaNetWeights(*spec.heads, spec.taps, spec.length, *map(address, weights), spec.norm_eps)
+    conv_weight, rate, rate_bias, norm_weight = map(address, weights)
+    sizes = *spec.heads, spec.taps, spec.length
+    return _kernels.DeltaNetWeights(*sizes, conv_weight, rate, rate_bias, norm_weight, spec.norm_eps, spec.is_tiled)
 
 
 def state_arguments(rows: StateRows) -> list[int]:

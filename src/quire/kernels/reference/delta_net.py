@@ -97,7 +97,10 @@ def _token(spec: DeltaNetSpec, state: Tensor, window: list[Tensor]) -> tuple[Ten
         sums = sums + weight * row[: heads.channels].float()
     width, repeats = heads.num_key_heads * heads.key_dim, heads.num_value_heads // heads.num_key_heads
     query, key, value = silu(sums).tensor_split([width, 2 * width])
-    query, key = (_unit(each.view(-1, heads.key_dim)).repeat_interleave(repeats, 0) for each in (query, key))
+    query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
+    of_heads = torch.arange(heads.num_value_heads)
+    of_heads = of_heads % heads.num_key_heads if spec.is_tiled else of_heads // repeats
+    query, key = query[of_heads], key[of_heads]
     b, a = window[-1][heads.channels :].float().chunk(2)
     decay, beta = torch.exp(-spec.rate * softplus(a + spec.rate_bias)), b.sigmoid()
     state = decay[:, None, None] * state

@@ -23,11 +23,11 @@ FULL_INTERVAL = 4
 SKIPPED = ("mtp.", "visual.")
 WEIGHTS = replace(
     LLAMA_WEIGHTS,
-    prefixes=("model.language_model.", "model.", "language_model.model.", ""),
+    prefixes=("model.", "model.language_model.", ""),
     delta_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     delta_rates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
     delta_conv="linear_attn.conv1d",
-    delta_log_rate="linear_attn.A_log",
+    delta_rate="linear_attn.A_log",
     delta_rate_bias="linear_attn.dt_bias",
     delta_norm="linear_attn.norm",
     delta_out="linear_attn.out_proj",
@@ -78,7 +78,8 @@ def _text(config: ConfigReader, family: Callable[[ConfigReader], DecoderSpec]) -
     text = config.nested("text_config", config.section("text_config"))
     if config.has("tie_word_embeddings") or not text.has("tie_word_embeddings"):
         text = text.replaced(tie_word_embeddings=config.flag("tie_word_embeddings", False))
-    return family(text)
+    spec = family(text)
+    return replace(spec, weights=replace(spec.weights, prefixes=("model.language_model.", "model.", "")))
 
 
 def _with_defaults(config: ConfigReader, sizes: dict[str, int]) -> ConfigReader:

@@ -1,0 +1,241 @@
+"""Gated delta nets: reference and C++ kernels against the formulas, and bits that no division of tokens changes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.core.arrays import dtype_name
+from quire.kernels.choice import choose_back_end
+from quire.kernels.cpp.isas import usable_isas
+from quire.kernels.delta_net import MAX_SNAPSHOTS, DeltaHeads, DeltaNetSpec, StateRows, StateShape, ring_length
+from quire.kernels.reference import delta_net as reference
+from quire.kernels.torch_arrays import to_array
+from support.on_tensors import on_tensors
+
+ISAS = usable_isas()
+HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32)
+NUM_SLOTS = 6
+MAX_TRUNCATED = 5
+
+
+class Entry(NamedTuple):
+    """Tokens [start, stop) of the inputs, and the slots that they read and write."""
+
+    start: int
+    stop: int
+    read: int
+    write: int
+    committed: int
+    commit_to: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+
+class Inputs(NamedTuple):
+    """x and rates of a sequence."""
+
+    x: Tensor
+    rates: Tensor
+
+
+def make_spec(heads: DeltaHeads = HEADS, taps: int = 4) -> DeltaNetSpec:
+    generator = torch.Generator().manual_seed(sum(heads))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    values = heads.num_value_heads
+    return DeltaNetSpec(
+        heads, random(taps, heads.channels) * 0.6, random(values).exp() * 0.3, random(values),
+        1 + 0.3 * random(heads.value_dim), 1e-6, ring_length(taps, MAX_TRUNCATED),
+    )  # fmt: skip
+
+
+def make_inputs(
+    num_tokens: int, heads: DeltaHeads = HEADS, dtype: torch.dtype = torch.float32, seed: int = 1
+) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    x, rates = (
+        torch.randn(num_tokens, width, generator=generator).to(dtype)
+        for width in (heads.channels + heads.width, 2 * heads.num_value_heads)
+    )
+    return Inputs(x, rates)
+
+
+class Runner:
+    """Slots of a layer, which hold NaN at first, and steps over them."""
+
+    def __init__(self, compute: Callable[..., Tensor], spec: DeltaNetSpec, dtype: torch.dtype) -> None:
+        self._compute, self._spec = compute, spec
+        shape = StateShape(spec.heads, spec.length, dtype_name(to_array(torch.empty(0, dtype=dtype)).dtype))
+        self.states = torch.full((NUM_SLOTS, shape.num_bytes), 0xFF, dtype=torch.uint8)
+        self._state_bytes = shape.ring_offset
+
+    def step(self, *rows: tuple[Inputs, Entry]) -> list[Tensor]:
+        entries, counts = [entry for _, entry in rows], [entry.stop - entry.start for _, entry in rows]
+        x, rates = (
+            torch.cat([inputs[part][entry.start : entry.stop] for inputs, entry in rows]) for part in range(2)
+        )
+        snapshots = [
+            [*entry.snapshots, *[(-1, -1)] * (MAX_SNAPSHOTS - len(entry.snapshots))] for entry in entries
+        ]
+        columns = ([getattr(each, name) for each in entries] for name in ("read", "committed", "write", "commit_to"))
+        slots = StateRows(*(torch.tensor(each, dtype=torch.int32) for each in (*columns, snapshots)))
+        positions = torch.cat([torch.arange(entry.start, entry.stop) for entry in entries])
+        starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        out = self._compute(self._spec, x, rates, positions, self.states, starts, slots)
+        return list(out.split(counts))
+
+    def state(self, slot: int) -> bytes:
+        """Return the bits of S in a slot."""
+        return bytes(self.states[slot, : self._state_bytes].numpy())
+
+
+def whole(count: int, write: int = 0, **changes: object) -> Entry:
+    """Return the first tokens of a sequence, all of which its state has seen."""
+    return Entry(0, count, -1, write, 0, count)._replace(**changes)
+
+
+def in_float64(spec: DeltaNetSpec, inputs: Inputs) -> NDArray[np.float64]:
+    """Return the results of a sequence by the formulas (Yang et al. 2025; Qwen3-Next), token by token."""
+    heads, (x, rates) = spec.heads, (each.double().numpy() for each in inputs)
+    weight, rate, bias, norm = (
+        each.double().numpy() for each in (spec.conv_weight, spec.rate, spec.rate_bias, spec.norm_weight)
+    )
+    u, z = x[:, : heads.channels], x[:, heads.channels :].reshape(-1, heads.num_value_heads, heads.value_dim)
+    padded = np.concatenate([np.zeros((spec.taps - 1, heads.channels)), u])
+    sums = sum(weight[tap] * padded[tap : tap + len(u)] for tap in range(spec.taps))
+    keys, group = heads.num_key_heads * heads.key_dim, heads.num_value_heads // heads.num_key_heads
+    q, k, v = np.split(sums / (1 + np.exp(-sums)), [keys, 2 * keys], axis=1)
+    state, found = np.zeros((heads.num_value_heads, heads.key_dim, heads.value_dim)), np.empty(z.shape)
+    for t in range(len(u)):
+        for h in range(heads.num_value_heads):
+            of = h % heads.num_key_heads if spec.is_tiled else h // group
+            key_head = slice(of * heads.key_dim, (of + 1) * heads.key_dim)
+            query, key, value = q[t, key_head], k[t, key_head], v[t, h * heads.value_dim : (h + 1) * heads.value_dim]
+            query, key = (each / np.sqrt(each @ each + 1e-6) for each in (query, key))
+            b, a = rates[t, h], rates[t, heads.num_value_heads + h]
+            state[h] *= np.exp(-rate[h] * np.log1p(np.exp(a + bias[h])))
+            state[h] += np.outer(key, (value - key @ state[h]) / (1 + np.exp(-b)))
+            out = query @ state[h] / np.sqrt(heads.key_dim)
+            normed = out / np.sqrt((out**2).mean() + spec.norm_eps)
+            found[t, h] = norm * normed * z[t, h] / (1 + np.exp(-z[t, h]))
+    return found.reshape(len(u), -1)
+
+
+def kernel(isa: str) -> Callable[..., Tensor]:
+    return on_tensors(choose_back_end("cpu", isa=isa).delta_net)
+
+
+@pytest.mark.parametrize(
+    ("heads", "taps"), [(HEADS, 4), (DeltaHeads(1, 3, 48, 16), 1), (DeltaHeads(3, 3, 16, 64), 16)], ids=str
+)
+@pytest.mark.parametrize("is_tiled", [False, True])
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_results_are_those_of_the_formulas_in_float64(
+    heads: DeltaHeads, taps: int, isa: str, is_tiled: bool
+) -> None:
+    spec, inputs = replace(make_spec(heads, taps), is_tiled=is_tiled), make_inputs(70, heads)
+    expected = torch.from_numpy(in_float64(spec, inputs))
+    compute = reference.delta_net if isa == "reference" else kernel(isa)
+    (found,) = Runner(compute, spec, torch.float32).step((inputs, whole(70)))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    assert expected.abs().max() > 3
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_heads_in_tiles_are_kept_like_heads_in_groups(isa: str) -> None:
+    """A slot and its ring behind drafts, with value heads that share a key apart from each other."""
+    spec, inputs = replace(make_spec(), is_tiled=True), make_inputs(40)
+    (expected,) = Runner(kernel(isa), spec, torch.float32).step((inputs, whole(40)))
+    runner = Runner(kernel(isa), spec, torch.float32)
+    runner.step((inputs, whole(20, commit_to=15, snapshots=((12, 3),))))
+    for entry in (Entry(20, 40, 0, 1, 15, 40), Entry(12, 40, 3, 3, 12, 40)):
+        assert torch.equal(runner.step((inputs, entry))[0], expected[entry.start :])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_no_division_of_tokens_changes_a_bit(dtype: torch.dtype, isa: str) -> None:
+    """Cuts, tokens that are taken back, states that lag, snapshots, other slots and late tokens, with another row."""
+    compute = reference.delta_net if isa == "reference" else kernel(isa)
+    count, spec = (24 if isa == "reference" else 70), make_spec()
+    inputs, wrong, other = (make_inputs(count, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    plain = Runner(compute, spec, dtype)
+    expected, alone = plain.step((inputs, whole(count)))[0], Runner(compute, spec, dtype).step((other, whole(9)))[0]
+    for cut in range(1, count):
+        runner = Runner(compute, spec, dtype)
+        lag, back = min(cut % 4, cut), min(cut, 1 + cut % 3)  # not yet in S; to a snapshot
+        first = whole(cut, commit_to=cut - lag, snapshots=((cut - back, 3),) if lag < back < cut else ())
+        found, beside = runner.step((inputs, first), (other, whole(9, write=1)))
+        drafts = min(2, count - cut)
+        drafted = Inputs(*(torch.cat([own[:cut], bad[cut:]]) for own, bad in zip(inputs, wrong, strict=True)))
+        committed = cut - lag
+        if lag:
+            (late,) = runner.step((inputs, Entry(cut - 1, cut, 0, -1, committed, committed)))
+            assert torch.equal(late, found[-1:]), f"a late token before {cut}"
+        runner.step((drafted, Entry(cut, cut + drafts, 0, 0, committed, cut)), (other, Entry(9, 20, 1, 1, 9, 20)))
+        before = runner.state(0)
+        (rest,) = runner.step((inputs, Entry(cut, count, 0, 2, cut, count)))
+        assert torch.equal(torch.cat([found, rest]), expected), f"cut at {cut}"
+        assert runner.state(2) == plain.state(0), f"S behind a cut at {cut}"
+        assert runner.state(0) == before, "a slot that is only read"
+        if first.snapshots:
+            (rest,) = runner.step((inputs, Entry(cut - back, count, 3, 4, cut - back, count)))
+            assert torch.equal(rest, expected[cut - back :]), f"behind a snapshot {back} before {cut}"
+            assert runner.state(4) == plain.state(0)
+        assert torch.equal(beside, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels_agree_with_the_reference(dtype: torch.dtype, isa: str) -> None:
+    heads = DeltaHeads(2, 6, 32, 16)
+    spec, inputs = make_spec(heads, 3), [make_inputs(90, heads, dtype, seed) for seed in range(2)]
+    ours, plain = Runner(kernel(isa), spec, dtype), Runner(reference.delta_net, spec, dtype)
+    steps = (
+        [whole(40, commit_to=37, snapshots=((36, 3), (33, 4))), whole(1, write=1)],
+        [Entry(40, 90, 0, 0, 37, 90), Entry(1, 4, 1, 2, 1, 2)],
+    )
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    for entries in steps:
+        pairs = list(zip(inputs, entries, strict=True))
+        for found, expected in zip(ours.step(*pairs), plain.step(*pairs), strict=True):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for slot in (0, 2, 3, 4):
+        states = (torch.frombuffer(bytearray(each.state(slot)), dtype=torch.float32) for each in (ours, plain))
+        torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not ISAS, reason="the C++ kernels were not built")
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (Entry(8, 20, 0, 0, 8, 10), "more tokens behind a state than its ring holds"),
+        (Entry(8, 9, 0, 0, 9, 9), "a state of other tokens than those before a step"),
+        (Entry(8, 9, -1, 0, 8, 9), "a state of other tokens than those before a step"),
+        (Entry(8, 9, 0, 0, 8, 10), "a state of other tokens than those before a step"),
+        (Entry(8, 9, 0, 0, 8, 9, ((8, 1),)), "a snapshot of tokens that no step has"),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be_are_errors(entry: Entry, message: str) -> None:
+    runner, inputs = Runner(kernel(ISAS[0]), make_spec(), torch.float32), make_inputs(20)
+    runner.step((inputs, whole(8)))
+    with pytest.raises(ValueError, match=message):
+        runner.step((inputs, entry))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_gates_agree_with_the_reference(dtype: torch.dtype, isa: str) -> None:
+    x, gates = make_inputs(5, dtype=dtype)[0][:, :40], make_inputs(5, dtype=dtype, seed=2)[0][:, 5:45]
+    found = on_tensors(choose_back_end("cpu", isa=isa).gate)(x, gates)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, reference.gate(x, gates), rtol=1e-6, atol=tolerance)
+    assert found.data_ptr() != x.data_ptr()
