@@ -69,7 +69,10 @@ def add_some(harness: Harness, rng: random.Random) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_overlap_changes_no_tokens_and_loses_no_blocks(seed: int, num_blocks: int, fails: bool) -> None:
     rng = random.Random(seed)
-    harness = Harness(num_blocks, budget=rng.choice([8, 16]), caching=rng.random() < 0.5, num_swap_blocks=12)
+    harness = Harness(
+        num_blocks, budget=rng.choice([8, 16]), caching=rng.random() < 0.5, num_swap_blocks=12,
+        num_state_slots=(0, 12, 9, 40)[seed % 4], num_swap_slots=4 * (seed % 4),
+    )  # fmt: skip
     executor = Overlapping(harness.executor, rng if fails else None)
     engine = Engine(harness.scheduler, executor)
     aborted = set[int]()

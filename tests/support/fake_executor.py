@@ -8,8 +8,10 @@ request must come to is known without running any scheduler (`expected_tokens`).
 
 from collections import deque
 from functools import reduce
+from typing import NamedTuple
 
 from quire.cache.block_table import NULL_BLOCK
+from quire.cache.prefix_tree import NONE
 from quire.core.deltas import TokenLogprobs
 from quire.core.plan import (
     UNMEASURED,
@@ -67,6 +69,18 @@ def expected_tokens(
     return branches
 
 
+class FakeState(NamedTuple):
+    """The state of a slot: a digest of the first tokens of a sequence, and the tokens behind them."""
+
+    committed: int
+    digest: int
+    ring: tuple[int, ...]
+
+
+def _written_slots(plan: StepPlan) -> list[int]:
+    return [slot for state in plan.states for slot in (state.write, *(slot for _, slot in state.snapshots))]
+
+
 class FakeExecutor:
     """Runs plans on digests. `window`: how far back a query looks, as in the cache's configuration.
 
@@ -84,6 +98,8 @@ class FakeExecutor:
         window: int | None = None,
         num_swap_blocks: int = 0,
         rates: MeasuredRates = UNMEASURED,
+        num_state_slots: int = 0,
+        num_swap_slots: int = 0,
     ) -> None:
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -92,6 +108,8 @@ class FakeExecutor:
         self._rates = rates
         self._slots = [EMPTY] * (num_blocks * block_size)
         self._swap_slots = [EMPTY] * (num_swap_blocks * block_size)
+        self.states: list[FakeState | None] = [None] * num_state_slots
+        self._swapped_states: list[FakeState | None] = [None] * num_swap_slots
         self._rows: dict[int, NewRow] = {}
         self._tokens: dict[int, list[int]] = {}  # known ones, by row
         self._tables: dict[int, list[int]] = {}
@@ -121,6 +139,7 @@ class FakeExecutor:
         assert len(set(plan.rows)) == len(plan.rows), "a row advances twice in one step"
         assert all(0 <= row < self._max_num_seqs for row in plan.rows)
         self._apply(plan)
+        self._advance_states(plan)
         for entry, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
             if entry in plan.stored_entries:
                 assert count == 1, "only one token is computed again"
@@ -139,6 +158,9 @@ class FakeExecutor:
             self._fill(self._swap_slots, block, [EMPTY] * self._block_size)
         for _, block in plan.swap_ins + plan.copies:
             self._fill(self._slots, block, [EMPTY] * self._block_size)
+        self._move_states(plan.state_outs, self.states, self._swapped_states)
+        for slot in (*(copy.dst for copy in plan.state_ins), *_written_slots(plan)):
+            self.states[slot] = None
         for entry, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True)):
             for position in range(start, start + count) if entry not in plan.stored_entries else ():
                 self._slots[self._slot(row, position)] = EMPTY
@@ -150,6 +172,48 @@ class FakeExecutor:
         self.num_swapped += len(plan.swap_outs) + len(plan.swap_ins)
         assert not {copy.dst for copy in plan.copies} & {copy.src for copy in plan.copies}, "a copy of a copy"
         self._copy(plan.copies, self._slots, self._slots)
+        self._move_states(plan.state_outs, self.states, self._swapped_states)
+        self._move_states(plan.state_ins, self._swapped_states, self.states)
+
+    def _move_states(
+        self, copies: list[BlockCopy], sources: "list[FakeState | None]", destinations: "list[FakeState | None]"
+    ) -> None:
+        assert len({copy.dst for copy in copies}) == len(copies), "two copies into one slot"
+        for src, dst in copies:
+            assert sources[src] is not None, f"slot {src} is copied, but nothing was ever written there"
+            destinations[dst] = sources[src]
+
+    def _advance_states(self, plan: StepPlan) -> None:
+        """Read the state of each entry, which must be its row's, then write all."""
+        if not self.states:
+            assert not plan.states
+            return
+        reads, writes = [state.read for state in plan.states], _written_slots(plan)
+        assert len(set(writes)) == len(writes), f"slots {writes} are written twice"
+        for state in plan.states:
+            others = [slot for slot in reads if slot == state.write and slot != NONE]
+            assert len(others) <= (state.read == state.write), f"slot {state.write} is read by others"
+            taken = {slot for _, slot in state.snapshots}
+            assert taken.isdisjoint(reads), "a snapshot over a state that is read"
+        before = [None if state.read == NONE else self.states[state.read] for state in plan.states]
+        entries = zip(plan.rows, plan.starts, plan.counts, plan.states, before, strict=True)
+        for row, start, count, state, own in entries:
+            tokens, stop = self._tokens[row], start + count
+            if state.read == NONE:
+                assert state.committed == start == 0, f"row {row} begins at {start}"
+            else:
+                digest = self._digest(row, state.committed)
+                assert own is not None, f"row {row} reads slot {state.read}, where nothing was written"
+                assert (own.committed, own.digest) == (state.committed, digest), f"row {row} reads another state"
+                held = list(own.ring[: start - state.committed])
+                assert held == tokens[state.committed : start], f"row {row} finds {own.ring} at {start}"
+            assert state.committed <= state.commit_to <= stop
+            self.states[state.write] = FakeState(
+                state.commit_to, self._digest(row, state.commit_to), tuple(tokens[state.commit_to : stop])
+            )
+            for position, slot in state.snapshots:
+                assert state.committed < position <= state.commit_to
+                self.states[slot] = FakeState(position, self._digest(row, position), ())
 
     def _copy(self, copies: list[BlockCopy], sources: list[int], destinations: list[int]) -> None:
         size = self._block_size

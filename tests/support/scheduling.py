@@ -29,6 +29,7 @@ from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
 from quire.core.sequence import NO_ROW, Request
 from quire.core.step_times import StepTimes
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.engine.kv_disk import KVDisk
 from quire.scheduling.scheduler import make_scheduler
 from quire.scheduling.waiting_lines import Lack
@@ -71,6 +72,8 @@ class Harness:
     window: int | None = None
     caching: bool = False
     num_swap_blocks: int = 0
+    num_state_slots: int = 0
+    num_swap_slots: int = 0
     mode: PreemptionMode = "auto"
     rates: MeasuredRates = UNMEASURED
     policy: MemoryPolicy = "paged"
@@ -95,7 +98,8 @@ class Harness:
     def __post_init__(self) -> None:
         cache_config = CacheConfig(
             self.num_blocks, self.block_size, self.window, self.caching, self.num_swap_blocks, self.policy,
-            measured_share=self.measured_share,
+            measured_share=self.measured_share, finds_whole_blocks=self.num_state_slots > 0,
+            num_state_slots=self.num_state_slots, num_swap_slots=self.num_swap_slots,
         )
         config = SchedulerConfig(
             self.max_num_seqs, self.budget, self.max_model_len, self.mode, self.batching, self.scheduling_policy,
@@ -111,6 +115,8 @@ class Harness:
             self.window,
             self.num_swap_blocks,
             self.rates,
+            self.num_state_slots,
+            self.num_swap_slots,
         )
         self.requests: dict[int, Request] = {}
         self.disk = None if self.make_disk is None else self.make_disk(self)
@@ -276,6 +282,9 @@ class Harness:
         """Everything has been given back but what is pinned."""
         assert self.cache.num_free_blocks == self.num_blocks - self.cache.pins.num_blocks
         assert self.cache.swap_space.num_free_blocks == self.num_swap_blocks
+        if self.cache.states is not None:
+            stats = self.cache.states.stats()
+            assert stats["used_slots"] == stats["swap_used_slots"] == 0
 
     def expected(self, request: Request) -> list[list[int]]:
         """What the branches of a request must come to."""
@@ -353,6 +362,7 @@ def random_run(
     late: bool = False,
     executor_class: type[FakeExecutor] = FakeExecutor,
     store: "ScriptedStore | None" = None,
+    stateful: bool = False,
 ) -> Harness:
     """Random pool, limits, requests, beams, stops, aborts, pins, failures; safety after each step, liveness at the end.
 
@@ -360,7 +370,9 @@ def random_run(
     Windowed: with a sliding window, prefix caching and small blocks, whatever else is drawn.
     Late: with deadlines, on a clock whose steps take any time.
     Store: of a disk tier; then with prefix caching, whatever else is drawn.
+    Stateful: of a model with states, in few slots; without a window.
     """
+    slots = random.Random(f"slots of {seed}")
     deadlines = random.Random(f"deadlines of {seed}")
     rng, policies, times = (random.Random(text) for text in (seed, f"policies of {seed}", f"times of {seed}"))
     block_size = rng.choice([1, 2, 3, 4] if crowded or windowed else [1, 2, 3, 4, 4, 8, 16])
@@ -372,7 +384,7 @@ def random_run(
         max_num_seqs=24 if crowded else rng.choice([1, 8, 8, 16]),
         budget=rng.choice([1, 2, 3, 7, 16, 64]),
         max_model_len=rng.choice([60, 1 << 20]),
-        window=rng.choice([*[None] * (0 if windowed else 3), rng.randint(1, 24)]),
+        window=rng.choice([*[None] * (0 if windowed else 3), rng.randint(1, 24)]) if not stateful else None,
         caching=rng.random() < 0.7 or windowed or store is not None,
         num_swap_blocks=rng.choice([0, 1, typical_blocks // 2, *[10 * typical_blocks] * 4]),
         mode=rng.choice(["auto", "recompute", "swap", "swap"]),
@@ -385,6 +397,8 @@ def random_run(
         max_kv_share=policies.choice([1.0, 1.0, policies.random() or 1.0]),
         sends=sends,
         executor_class=executor_class,
+        num_state_slots=slots.choice([1, 2, 3, 6, 12, 40, 100]) if stateful else 0,
+        num_swap_slots=slots.choice([0, 1, 30, 30, 30]) if stateful else 0,
         make_disk=None if store is None else partial(make_disk, store=store),
     )
     num_clients = policies.choice([1, 2, 5])
@@ -409,6 +423,8 @@ def random_run(
                     harness.add_beams(prompt, beams, eos, salt, priority=priority, client_id=client_id, **asked)
                 else:
                     params = random_params(rng, crowded=crowded)
+                    if stateful and slots.random() < 0.3:
+                        params["structured_outputs"] = StructuredOutputsParams(regex=".*")  # its rows may be late
                     who = {"client_id": client_id, "weight": policies.choice([0.5, 1.0, 3.0])}
                     harness.add(prompt, eos, salt, priority=rng.choice(priorities), **who, **params, **asked)
         if harness.requests and rng.random() < early_end_rate:

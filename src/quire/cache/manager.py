@@ -18,6 +18,7 @@ from quire.cache.block_view import checking_blocks, count_blocks, histogram, vie
 from quire.cache.loads import Loads
 from quire.cache.prefix_tree import NO_MATCH, NONE, PrefixMatch, Scope
 from quire.cache.prefixes import Prefixes
+from quire.cache.states import States
 from quire.cache.swap_space import CacheSwap, SwapSpace
 from quire.core.block_map import BlockEntry, BlockOverview, Tier
 from quire.core.config import CacheConfig
@@ -43,7 +44,7 @@ class KVCacheManager:
 
     __slots__ = (
         "_num_copied", "_pool", "_sources", "_tables", "_window", "block_size", "has_window", "leases", "loads",
-        "num_blocks", "pins", "prefixes", "swap", "swap_space",
+        "num_blocks", "pins", "prefixes", "states", "swap", "swap_space",
     )
 
     def __init__(self, config: CacheConfig, prefixes: Prefixes | None = None) -> None:
@@ -57,6 +58,8 @@ class KVCacheManager:
         self._tables = _Tables()
         self.swap_space = SwapSpace(config.num_swap_blocks)
         self.swap = CacheSwap(self.swap_space, self._tables, self.prefixes)
+        has_states = config.num_state_slots > 0
+        self.states = States(config, self._tables, self.prefixes.snapshots) if has_states else None
         self._sources: list[int] = []            # blocks that the step under way copies from, held until it is over
         self._num_copied = 0                     # blocks, since start
         self.loads: Loads | None = None          # None: nothing is loaded from elsewhere
@@ -107,9 +110,13 @@ class KVCacheManager:
         self._refuse_taken(seq_id)
         table = self._tables[seq_id] = self._new_table(num_reserved)
         if token_ids is None or not self.prefixes.can_be_found:
+            if self.states is not None:
+                self.states.begin(seq_id, NO_MATCH)
             return None
         table.begin(match.blocks, match.num_tokens - match.num_inside)
         self.prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=keeps_all)
+        if self.states is not None:
+            self.states.begin(seq_id, match)
         return None if match.source == NONE else self._copy_inside(table, match.source, match.num_inside)
 
     def append(
@@ -167,6 +174,8 @@ class KVCacheManager:
         parent = self._tables[parent_id]
         child = self._tables[child_id] = parent.fork()
         self.prefixes.fork(parent, child, token_ids)
+        if self.states is not None:
+            self.states.fork(parent_id, child_id)
 
     def refork(self, parent_id: int, child_id: int, token_ids: Sequence[int] | None = None) -> None:
         """End a sequence and begin it again as a fork of another: `free`, then `fork`, but not findable.
@@ -177,6 +186,8 @@ class KVCacheManager:
         self.prefixes.withdraw(child)
         child.become(parent)
         self.prefixes.fork(parent, child, token_ids)
+        if self.states is not None:
+            self.states.refork(parent_id, child_id)
 
     def take_copies(self) -> list[BlockCopy]:
         """Return, once, the copies that forks before this step have asked for."""
@@ -187,16 +198,37 @@ class KVCacheManager:
 
         The blocks of its first `num_computed` tokens can be found; but none that the step under way was to swap in.
         """
+        if self.states is not None:
+            self._free_state(self.states, seq_id, num_computed)
         if seq_id in self.swap_space:
             self.swap_space.free(seq_id)
         else:
             self.prefixes.free(self._tables[seq_id], num_computed)
             del self._tables[seq_id]
 
+    def _free_state(self, states: States, seq_id: int, num_computed: int) -> None:
+        """End the state of a sequence; its snapshots are found from now on with the blocks of its computed tokens."""
+        if seq_id in self._tables:
+            self.prefixes.withdraw(self._tables[seq_id])
+            self.prefixes.publish(self._tables[seq_id], num_computed)
+            states.settle(seq_id)
+        states.free(seq_id)
+
+    def swap_states_out(self, seq_ids: Sequence[int]) -> list[BlockCopy]:
+        """Move the states of a group to the swap space, before its blocks: as `swap.swap_out`."""
+        if self.states is None:
+            return []
+        for seq_id in seq_ids:
+            self.prefixes.publish(self._tables[seq_id], self._tables[seq_id].num_tokens)
+            self.states.settle(seq_id)
+        return self.states.swap_out(seq_ids)
+
     def invalidate(self, seq_id: int) -> None:
         """Remove the sequence's unshared blocks from the prefix cache: their values may be NaN."""
         if seq_id in self._tables:
             self.prefixes.withdraw(self._tables[seq_id], only_pending=False)
+            if self.states is not None:
+                self.states.invalidate(seq_id)
 
     def pin(self, pin_id: int, seq_id: int) -> None:
         """Keep the blocks of a sequence until `unpin`, whatever becomes of it. Needs prefix caching.
@@ -215,6 +247,8 @@ class KVCacheManager:
             self._pool.release(self._sources.pop())
         if self.swap_space.sources:
             self.swap_space.end_step()
+        if self.states is not None:
+            self.states.end_step()
 
     def publish(self) -> None:
         """Publish all computed blocks to the prefix cache, and release duplicates.
@@ -222,6 +256,8 @@ class KVCacheManager:
         For the beginning of a step, before any sequence appends, when a prefix lookup follows or blocks are short.
         """
         self.prefixes.publish_all(self._tables.values())
+        if self.states is not None:
+            self.states.publish()
 
     def block_ids(self, seq_id: int) -> list[int]:
         """Return a copy of the sequence's block table. NULL_BLOCK stands where a block has left the sliding window."""
@@ -337,6 +373,7 @@ class KVCacheManager:
             evicted_blocks=pool.num_evicted,
             prefix_queries_tokens=self.prefixes.num_queried,
             prefix_hits_tokens=self.prefixes.num_found,
+            states={} if self.states is None else self.states.stats(),
         )
         return self.swap_space.add_stats(stats)
 
@@ -370,6 +407,8 @@ class KVCacheManager:
             yield
         if self.loads is not None:
             yield from self.loads.checking()
+        if self.states is not None:
+            self.states.check()
 
     def _new_table(self, num_reserved: int) -> BlockTable:
         return BlockTable(self._pool, self.block_size)

@@ -18,6 +18,7 @@ from quire.cache.measured_pool import MeasuredPool
 from quire.cache.pins import Pins
 from quire.cache.prefix_tree import NONE, Awaited, EvictionQueue, Path, PrefixMatch, PrefixTree, Scope, as_bytes
 from quire.cache.prefixes import Prefixes
+from quire.cache.states import SnapshotTree
 from quire.core.config import CacheConfig
 from quire.core.token_ids import num_equal_tokens
 
@@ -29,7 +30,11 @@ class PrefixCache(Prefixes):
 
     def __init__(self, config: CacheConfig) -> None:
         self.events = None if config.kv_events is None else TreeWithEvents(config)
-        self._tree = PrefixTree(config.num_blocks, config.block_size) if self.events is None else self.events
+        if config.num_state_slots:
+            self.snapshots = SnapshotTree(config, BlockPool(config.num_state_slots))
+        trees = (self.events, self.snapshots)
+        own = next((tree for tree in trees if tree is not None), None)
+        self._tree = PrefixTree(config.num_blocks, config.block_size) if own is None else own
         cached = EvictionQueue(self._tree, config.num_blocks)
         self.pool = (
             MeasuredPool(config.num_blocks, cached, config.measured_share) if config.measured_share > 0
@@ -58,6 +63,9 @@ class PrefixCache(Prefixes):
                 return PrefixMatch(blocks, num_tokens, num_in_use=num_in_use, awaited=awaited, num_known=num_known)
             blocks.append(block)
             num_in_use += pool.ref_count(block) > 0
+        if self.snapshots is not None:
+            match = PrefixMatch(blocks, num_in_use=num_in_use, num_known=num_known)
+            return self.snapshots.with_state(match, stop, pool)
         source, num_inside = self._match_inside(blocks, token_ids, stop, scope)
         num_tokens = min(len(blocks) * self._size + num_inside, stop - 1)
         return PrefixMatch(blocks, num_tokens, source, num_inside, num_in_use, num_known=num_known)

@@ -60,7 +60,8 @@ class PrefixMatch(NamedTuple):
     `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
     many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
-    after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table.
+    after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table. `num_stateless`:
+    blocks behind these that are there, but without a state of the sequence.
     """
 
     blocks: Sequence[int] = ()
@@ -70,6 +71,7 @@ class PrefixMatch(NamedTuple):
     num_in_use: int = 0
     awaited: Awaited | None = None
     num_known: int = 0
+    num_stateless: int = 0
 
     @property
     def is_pending(self) -> bool:

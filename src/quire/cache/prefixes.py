@@ -10,6 +10,7 @@ from quire.cache.block_table import BlockTable
 from quire.cache.kv_events import TreeWithEvents
 from quire.cache.pins import Pins
 from quire.cache.prefix_tree import NO_MATCH, Awaited, PrefixMatch, Scope
+from quire.cache.states import SnapshotTree
 from quire.core.config import CacheConfig
 
 
@@ -21,6 +22,7 @@ class Prefixes:
 
     can_be_found = False
     events: TreeWithEvents | None = None
+    snapshots: SnapshotTree | None = None   # of a model that keeps states; else none are found
 
     def __init__(self, config: CacheConfig) -> None:
         self.pool = BlockPool(config.num_blocks, may_be_empty=not config.has_blocks)

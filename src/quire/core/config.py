@@ -46,6 +46,8 @@ class CacheConfig:
     `has_blocks`: False for a model that keeps no keys and values; there are 0 blocks then. `kv_events`: None, what can
     be found is not told. `measured_share`: share of the blocks of which lifetimes are measured. `finds_whole_blocks`:
     no match goes on inside of a block, for what a block keeps of its last tokens holds at its end alone.
+    `num_state_slots`: slots for the states of sequences, and for snapshots of them; 0: the model keeps no states.
+    `num_swap_slots`: the same outside of the cache, for those of preempted requests.
     """
 
     num_blocks: int
@@ -58,6 +60,8 @@ class CacheConfig:
     kv_events: KVEventsConfig | None = None
     measured_share: float = 0.0
     finds_whole_blocks: bool = False
+    num_state_slots: int = 0
+    num_swap_slots: int = 0
 
     def __post_init__(self) -> None:
         if self.has_blocks and self.num_blocks < 1:
@@ -66,6 +70,8 @@ class CacheConfig:
             raise ConfigError(f"num_kv_blocks must be 0 for a model without keys and values, got {self.num_blocks}")
         if self.num_swap_blocks < 0:
             raise ConfigError(f"num_swap_blocks must be at least 0, got {self.num_swap_blocks}")
+        if self.num_state_slots < 0 or self.num_swap_slots < 0:
+            raise ConfigError(f"slots of states must be at least 0, got {self.num_state_slots}, {self.num_swap_slots}")
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
         if self.sliding_window is not None and self.sliding_window < 1:

@@ -9,10 +9,10 @@ from quire.core.logprob_table import LogprobTable
 FinishReason = Literal["stop", "length", "abort", "repetition"]
 # What keeps a request waiting: no seats, no blocks, a step that is full, its own prefix being computed, swapped ones,
 # the blocks that other requests of its client hold, its grammar being compiled, its adapter being loaded or one too
-# many beside those of running requests, its prefix being loaded from a disk.
+# many beside those of running requests, its prefix being loaded from a disk, no slots for their states.
 WaitReason = Literal[
     "max_num_seqs", "kv_blocks", "token_budget", "pending_prefix", "swapped_first", "kv_share", "grammar", "adapter",
-    "kv_load",
+    "kv_load", "state_slots",
 ]
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 PREPARATION: tuple[WaitReason, ...] = ("grammar", "adapter", "kv_load")  # done for a request beside the steps of others

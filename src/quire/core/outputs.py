@@ -205,6 +205,7 @@ class KVStats:
     transfer: dict[str, float] = field(default_factory=dict)  # to and from other engines: `KVPeers.stats`
     disk: dict[str, float] = field(default_factory=dict)  # disk tier, as `quire.engine.kv_disk` counts; {}: none
     images: dict[str, int] = field(default_factory=dict)  # as `ImageEncodings.stats`; {}: text alone
+    states: dict[str, int] = field(default_factory=dict)  # as `States.stats`; {}: the model keeps none
 
     @property
     def usage(self) -> float:

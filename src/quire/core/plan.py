@@ -77,13 +77,28 @@ class RowDrafts(NamedTuple):
     token_ids: list[int]
 
 
+class RowState(NamedTuple):
+    """What a step does with the state of an entry: see quire.cache.states.
+
+    Slot `read` has the state after `committed` tokens, and the inputs of those up to the entry's start; read -1: the
+    sequence begins. Slot `write`, which may be `read`, gets the state after `commit_to` tokens, and the inputs of those
+    up to the entry's end. `snapshots`: (position, slot), which gets the state after so many tokens.
+    """
+
+    read: int
+    committed: int
+    write: int
+    commit_to: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+
 class StepPlan(Struct, frozen=True, array_like=True):
     """One step: the rows that advance, by how many tokens, on which blocks.
 
     Order of effects: `row_forks`, `new_rows`, table entries, `drafts`, `dropped_images`, `encodings`, `swap_outs`,
-    `swap_ins`, `copies`, then one forward pass over the entries. So a block that is swapped out may be overwritten in
-    the same step, and one that is swapped in may be copied. A new row replaces the content of its row: a row of an
-    ended sequence is not computed until it has a new owner.
+    `swap_ins`, those of states, `copies`, then one forward pass over the entries. So a block that is swapped out may be
+    overwritten in the same step, and one that is swapped in may be copied. A new row replaces the content of its row: a
+    row of an ended sequence is not computed until it has a new owner.
     Entry i advances row `rows[i]` over positions [starts[i], starts[i] + counts[i]). The flat batch holds the tokens of
     all entries in order. Sample j is drawn behind token `sample_tokens[j]` of the flat batch and becomes the token at
     the position after it in row `sample_rows[j]`: the same row in most cases, the rows of all branches when the prompt
@@ -110,6 +125,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     drafts: list[RowDrafts] = field(default_factory=list)
     dropped_images: list[int] = field(default_factory=list)  # serials of encodings to forget, before the next are made
     encodings: list[PromptImage] = field(default_factory=list)
+    states: list[RowState] = field(default_factory=list)      # of each entry; none for a model without states
+    state_outs: list[BlockCopy] = field(default_factory=list)  # as `swap_outs`, of slots of states
+    state_ins: list[BlockCopy] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:

@@ -13,6 +13,7 @@ root, and a burst with a common prefix is matched against the blocks of the requ
 
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_tree import NO_MATCH, Awaited, PrefixMatch
+from quire.cache.states import most_slots
 from quire.core.config import SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.sequence import Request, Sequence, SequenceStatus
@@ -84,6 +85,8 @@ class PrefixLookups:
             match = PrefixMatch(awaited=awaited)
         else:
             match = self.match(request, sequence, stop)
+            if match.awaited is not None and self._cache.states is not None:
+                self._cache.states.want(match.awaited.path, sequence.token_ids, stop)
         if match.awaited is not None:
             self._awaited[request_id] = match.awaited
             self.has_awaited = True
@@ -157,6 +160,9 @@ class AdmissionControl:
         num_running_seqs = self._queues.num_running_seqs + self._num_reserved_seqs + len(request.live)
         if num_running_seqs > self._config.max_num_seqs:
             return "max_num_seqs"
+        states = self._cache.states
+        if states is not None and most_slots(num_running_seqs) > states.num_slots:
+            return "state_slots"
         num_spare = self._cache.num_free_blocks - self._num_reserved_blocks - self.head_room(num_running_seqs)
         return None if self._queues.num_running_seqs == 0 or num_spare >= 0 else "kv_blocks"
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from quire.cache.block_table import blocks_for, worst_case_blocks
 from quire.cache.manager import KVCacheManager
+from quire.cache.states import most_slots
 from quire.core.deltas import SequenceDelta
 from quire.core.errors import ContextLengthError, InvalidRequestError
 from quire.core.pooling import MAX_PINNED_PREFIXES, PinTask
@@ -29,6 +30,7 @@ class AdmissionLimits:
     block_size: int           # tokens
     max_num_seqs: int
     max_model_len: int        # prompt and output together, tokens
+    num_state_slots: int = 0      # 0: the model keeps no states
     num_pinned_blocks: int = 0    # also those that a pin under way may take
 
     def most_tokens(self, num_prompt_tokens: int, n: int) -> int:
@@ -43,6 +45,11 @@ class AdmissionLimits:
         if n > self.max_num_seqs:
             raise InvalidRequestError(
                 f"n is {n}, but at most {self.max_num_seqs} sequences run at once (max_num_seqs)", param="n"
+            )
+        if self.num_state_slots and most_slots(n) > self.num_state_slots:
+            raise InvalidRequestError(
+                f"n is {n}: as many sequences may need {most_slots(n)} slots for their states, but there are "
+                f"{self.num_state_slots} (num_state_slots)", param="n"
             )
         if num_prompt_tokens + max_tokens > self.max_model_len:
             self._refuse_length(num_prompt_tokens, max_tokens)

@@ -230,8 +230,11 @@ class Planner:
         for sequence in held:
             self._cache.retract(sequence.seq_id, sequence.num_computed_tokens)
         step.preempted.append(request.request_id)
-        footprint = self._cache.swap.footprint([sequence.seq_id for sequence in held])
-        if self._preemption.choose(request, footprint, self._cache.swap_space.num_free_blocks) == "swap":
+        seq_ids, states = [sequence.seq_id for sequence in held], self._cache.states
+        has_slots = states is None or states.can_swap_out(seq_ids)
+        num_free_blocks = self._cache.swap_space.num_free_blocks if has_slots else 0
+        if self._preemption.choose(request, self._cache.swap.footprint(seq_ids), num_free_blocks) == "swap":
+            step.plan.state_outs.extend(self._cache.swap_states_out(seq_ids))
             step.plan.swap_outs.extend(self._queues.swap_out(request))
             step.swapped_out.append(request)
         else:
@@ -349,6 +352,9 @@ class Planner:
         """Swap a request in, and plan its next tokens. Return how many."""
         self._give_back()
         step.plan.swap_ins.extend(self._queues.swap_in(request))
+        if self._cache.states is not None:
+            started = [sequence.seq_id for sequence in request.live if sequence.row != NO_ROW]
+            step.plan.state_ins.extend(self._cache.states.swap_in(started))
         self._record_admitted(step, request)
         for sequence in request.live:
             if sequence.row != NO_ROW:

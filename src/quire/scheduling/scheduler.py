@@ -20,6 +20,7 @@ from quire.cache.manager import KVCacheManager, UncachedManager
 from quire.cache.measured_pool import MeasuredPool
 from quire.cache.prefix_cache import PrefixCache
 from quire.cache.prefixes import Prefixes
+from quire.cache.states import PlannedEntry, States
 from quire.core.config import CacheConfig, SchedulerConfig, SchedulingPolicy
 from quire.core.deltas import PREPARATION, SequenceDelta
 from quire.core.images import cache_keys
@@ -69,7 +70,8 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.limits = AdmissionLimits(
-            cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len
+            cache.num_blocks, cache.block_size, config.max_num_seqs, config.max_model_len,
+            0 if cache.states is None else cache.states.num_slots,
         )
         self.order = ORDERS[config.scheduling_policy]()
         self.queues = RequestQueues(cache, config.max_num_seqs, self.order)
@@ -219,6 +221,8 @@ class Scheduler:
         step.at = None
         if self.queues.num_drafted:
             self._plan_drafts(step)
+        if self.cache.states is not None and plan.rows:
+            _plan_states(step, self.cache.states)
         if not plan.rows:
             is_idle = not self.queues.requests or self.queues.wait_reasons.current in PREPARATION
             assert is_idle, "requests are here, but none of them can run"
@@ -235,6 +239,8 @@ class Scheduler:
             self.step, self.queues.running, self.queues.num_running_seqs, self.config.max_num_batched_tokens,
             self.cache, self.planner.time,
         )
+        if self._ahead is not None and self.cache.states is not None:
+            _plan_states(self._ahead, self.cache.states)
         return None if self._ahead is None else self._start_step(self._ahead)
 
     def _start_step(self, step: PlanBuilder) -> StepPlan:
@@ -298,6 +304,8 @@ class Scheduler:
         affected = _affected_by(steps, self.queues.running, self.cache)
         _release_affected(affected, self.step.swapped_out, self.queues, self.preemption)
         self.cache.end_step()
+        if self.cache.states is not None:
+            self.cache.states.end_failed()
         if self.planner.images is not None:
             self.planner.images.undo(steps)
         return [request.request_id for request in (affected if at is None else [at])]
@@ -334,6 +342,26 @@ class Scheduler:
             self.planner.images.check()
         self._searches.check(self.queues.requests.values())
         check_pinned(self.queues.requests.values(), self.cache, self.limits)
+
+
+def _plan_states(step: PlanBuilder, states: States) -> None:
+    """Plan the states of a step's entries, which are complete.
+
+    Drafts are not certain, and neither is the last known token of a row whose mask may be late.
+    """
+    plan = step.plan
+    num_drafts = {each.row: len(each.token_ids) for each in plan.drafts}
+    late = {
+        branch.seq_id for request, _ in step.sampled if request.params.structured_outputs is not None
+        for branch in request.live
+    }  # fmt: skip
+    plan.states.extend(states.plan([
+        PlannedEntry(
+            sequence.seq_id, start, start + count - num_drafts.get(row, 0), sequence.num_prompt_tokens,
+            sequence.seq_id in late,
+        )
+        for sequence, row, start, count in zip(step.planned, plan.rows, plan.starts, plan.counts, strict=True)
+    ]))  # fmt: skip
 
 
 def _check_running(running: Iterable[Request], ahead: PlanBuilder | None, cache: KVCacheManager) -> None:
