@@ -48,7 +48,9 @@ OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architec
     "Qwen3VLForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": [8, 16]}},
 }
 Family = Callable[[ConfigReader], DecoderSpec]
-READ = {"full_attention_interval", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"}  # options among the sizes
+READ = {  # options among the sizes
+    "full_attention_interval", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size"
+}
 SIZES = {*CONFIG, "head_dim", "n_inner", "architectures", "original_max_position_embeddings"} - READ
 
 
@@ -201,7 +203,7 @@ def has_latents(architecture: str) -> bool:
 
 def has_states(architecture: str) -> bool:
     """Return whether a family keeps states of sequences."""
-    return bool(FAMILIES[architecture](ConfigReader(CONFIG, "config.json")).delta_nets)
+    return bool(FAMILIES[architecture](config_of(architecture)).delta_nets)
 
 
 def _check_encoder_on_device(options: EngineOptions) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from quire.cache.states import most_sequences
 from quire.cli.flag_groups import JSON, flag_field, with_config_file, with_flag_groups
 from quire.core.host_limits import format_bytes, free_memory_bytes
 from quire.core.options import SIZE, parse_bytes
@@ -166,6 +167,15 @@ def _tails(found: MemoryPlan) -> str:
     )
 
 
+def _states(found: MemoryPlan) -> str:
+    """Return what slots for states there are."""
+    slots = found.cache.num_state_slots
+    return (
+        f"{slots:,} slots of {format_bytes(found.slot_bytes)}, {format_bytes(found.state_bytes)}: at most "
+        f"{most_sequences(slots):,} sequences at once; snapshots in the rest"
+    )
+
+
 def _rows(found: MemoryPlan) -> dict[str, Any]:
     cache, each = found.cache, " each" if found.num_devices > 1 else ""
     held = f"{cache.num_blocks:,} blocks of {cache.block_size}: {cache.num_blocks * cache.block_size:,} tokens"
@@ -187,6 +197,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         "KV cache": kv_cache,
         "of each token": f"{format_bytes(found.kv_bytes_per_token)} in {found.kv_cache_dtype}",
         **({"short convolutions": _tails(found)} if found.num_convolutions else {}),
+        **({"states": _states(found)} if found.slot_bytes else {}),
         **({"windows": found.windows} if found.windows else {}),
         **({"images": _images(found)} if found.image_tokens else {}),
         **({"exchanges": _exchanges(found)} if found.exchanges.number else {}),

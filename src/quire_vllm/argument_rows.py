@@ -224,7 +224,8 @@ _MODEL = (
         values.attention_backend_of,
     ),
     *accepted(
-        "there are no models with Mamba layers",
+        "states of sequences are kept in float32, in slots of their own "
+        "([prefix caching](prefix-caching.md#models-with-a-state))",
         text("mamba_backend"), text("mamba_ssu_algorithm"), switch("enable_mamba_cache_stochastic_rounding"),
         number("mamba_cache_philox_rounds"), text("mamba_cache_dtype"), text("mamba_ssm_cache_dtype"),
         number("mamba_block_size"), text("mamba_cache_mode"), switch("enable_mamba_shared_prefix_checkpoint"),
@@ -359,7 +360,7 @@ _CACHE = (
         "127.0.0.1 is bound, not all interfaces; inproc:// ends the start",
         values.kv_events_json,
     ),
-    *accepted("prefixes are matched to the token, and kept until their blocks are needed",
+    *accepted("prefixes are matched to the token, states at ends of blocks, and kept until their room is needed",
               number("prefix_match_unit"), number("prefix_cache_retention_interval")),
     *accepted("layers with a window give back the blocks behind it, in one cache",
               switch("disable_hybrid_kv_cache_manager")),

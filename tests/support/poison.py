@@ -40,7 +40,7 @@ class Poison:
         assert isinstance(executor.worker, Worker)
         self._scheduler, self._worker = engine.scheduler, executor.worker
         executor.worker = self
-        self.num_poisoned_blocks = self.num_poisoned_rows = 0
+        self.num_poisoned_blocks = self.num_poisoned_rows = self.num_poisoned_slots = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step. The blocks and rows that it allocates were poisoned behind the steps before."""
@@ -54,7 +54,18 @@ class Poison:
         self._fill(cache._pool, compute.cache.tensors)
         if compute.swapper is not None:
             self._fill(cache.swap_space._pool, compute.swapper._space)
+        if cache.states is not None:
+            self._fill_slots(cache.states.slots, compute.cache.states)
+            if compute.swapper is not None:
+                self._fill_slots(cache.states._swap_slots, compute.swapper._swapped_states)
         self._fill_rows()
+
+    def _fill_slots(self, pool: BlockPool, states: Sequence[Tensor]) -> None:
+        """Fill free slots with bytes that are NaN in float32 and in 16 bits."""
+        free = [slot for slot in range(pool.num_blocks) if not pool.ref_count(slot)]
+        self.num_poisoned_slots += len(free)
+        for each in states:
+            each[free] = 0xFF
 
     def _fill(self, pool: BlockPool, tensors: Sequence[Tensor]) -> None:
         free = [block for block in range(pool.num_blocks) if pool.state(block) == "free"]
@@ -76,13 +87,20 @@ class Poison:
             batch.sampling.lists[row] = None
 
 
-def preempt_now_and_then(scheduler: Scheduler) -> None:
-    """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not."""
-    inner, steps = scheduler.planner.start_step, count(1)
+def preempt_now_and_then(scheduler: Scheduler, *, stays_away: bool = False) -> None:
+    """Take the blocks of the latest arrival at the beginning of every fourth step, whether they are needed or not.
+
+    `stays_away`: it does not return in the same step.
+    """
+    planner, steps = scheduler.planner, count(1)
+    start_step, admit = planner.start_step, planner.admit
 
     def preempt_latest(step: PlanBuilder) -> None:
-        inner(step)
+        start_step(step)
+        planner.admit = admit  # type: ignore[method-assign]
         if next(steps) % 4 == 0 and len(scheduler.queues.running) > 1:
-            scheduler.planner.preempt(step, scheduler.queues.running[-1])
+            planner.preempt(step, scheduler.queues.running[-1])
+            if stays_away:
+                planner.admit = lambda step, budget: None  # type: ignore[method-assign]
 
-    scheduler.planner.start_step = preempt_latest  # type: ignore[method-assign]
+    planner.start_step = preempt_latest  # type: ignore[method-assign]

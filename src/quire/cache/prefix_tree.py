@@ -61,7 +61,8 @@ class PrefixMatch(NamedTuple):
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
     many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
     after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table. `num_stateless`:
-    blocks behind these that are there, but without a state of the sequence.
+    blocks behind these that are there, but without a state of the sequence. `awaits_state`: a running sequence is to
+    leave one there.
     """
 
     blocks: Sequence[int] = ()
@@ -72,11 +73,12 @@ class PrefixMatch(NamedTuple):
     awaited: Awaited | None = None
     num_known: int = 0
     num_stateless: int = 0
+    awaits_state: bool = False
 
     @property
     def is_pending(self) -> bool:
-        """The block after these is being computed in this step."""
-        return self.awaited is not None
+        """The block after these is being computed in this step, or a state behind these by a later one."""
+        return self.awaited is not None or self.awaits_state
 
     def of_whole_blocks(self) -> "PrefixMatch":
         """Return the match without what would have to be copied."""

@@ -22,9 +22,9 @@ import numpy as np
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable
-from quire.cache.prefix_tree import NONE, Path, PrefixMatch, PrefixTree
+from quire.cache.prefix_tree import NONE, Path, PrefixMatch, PrefixTree, Scope
 from quire.core.config import CacheConfig
-from quire.core.plan import BlockCopy, RowState
+from quire.core.plan import BlockCopy, EntryState
 from quire.core.token_ids import num_equal_tokens
 
 MAX_SNAPSHOTS = 2   # that a sequence leaves in one step: as quire.kernels.delta_net
@@ -38,6 +38,11 @@ def most_slots(num_seqs: int) -> int:
     return num_seqs + num_seqs // 2
 
 
+def most_sequences(num_slots: int) -> int:
+    """Return how many sequences can run at once in so many slots."""
+    return (2 * num_slots + 1) // 3
+
+
 class PlannedEntry(NamedTuple):
     """An entry of a plan: its first token's position, and one past its last that is known, drafts excepted."""
 
@@ -48,7 +53,7 @@ class PlannedEntry(NamedTuple):
     may_be_late: bool = False  # its last known token may have to be computed again: the state stays before that
 
 
-class Snapshot(NamedTuple):
+class HeldSnapshot(NamedTuple):
     """The state after `position` tokens of a sequence, which holds it. `step`: the number of the one that takes it."""
 
     position: int
@@ -63,8 +68,8 @@ class SequenceState:
     path: Path | None                   # its way through the prefix tree; None: others cannot find it
     slot: int = NONE
     committed: int = 0
-    wanted: set[int] = field(default_factory=set)  # positions at which others need a snapshot
-    snapshots: list[Snapshot] = field(default_factory=list)  # not in the tree yet; ascending
+    wanted: set[int] = field(default_factory=set)  # positions of snapshots that others are likely to need
+    snapshots: list[HeldSnapshot] = field(default_factory=list)  # not in the tree yet; ascending
 
 
 class SnapshotTree(PrefixTree):
@@ -192,11 +197,23 @@ class States:
             if (position := num_equal // self._size * self._size) > state.committed:
                 state.wanted.add(position)
 
+    def is_expected(self, match: PrefixMatch, scope: Scope, token_ids: Sequence[int]) -> bool:
+        """Return whether a running sequence is to leave a snapshot behind a match, as far as there are blocks."""
+        if not match.num_stateless:
+            return False
+        stop = match.num_tokens + match.num_stateless * self._size
+        return any(
+            max(match.num_tokens, state.committed) < position <= stop
+            and num_equal_tokens(state.path.token_ids, token_ids, position) == position
+            for state in self._states.values() if state.path is not None and state.path.scope == scope
+            for position in state.wanted
+        )
+
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def plan(self, entries: Iterable[PlannedEntry]) -> list[RowState]:
+    def plan(self, entries: Iterable[PlannedEntry]) -> list[EntryState]:
         """Return what a step does with the state of each entry. All that it allocates and releases is done by now."""
-        left, planned, positions = list[int](), list[RowState](), list[tuple[SequenceState, list[int]]]()
+        left, planned, positions = list[int](), list[EntryState](), list[tuple[SequenceState, list[int]]]()
         for entry in entries:
             state = self._states[entry.seq_id]
             if len(state.snapshots) > 1:
@@ -208,7 +225,7 @@ class States:
             if read not in {write, NONE}:
                 left.append(read)
             state.slot, state.committed = write, commit_to
-            planned.append(RowState(read, committed, write, commit_to))
+            planned.append(EntryState(read, committed, write, commit_to))
             positions.append((state, self._positions(state, committed, entry.num_prompt_tokens)))
         if self._tree is not None:
             for index, (state, own) in enumerate(positions):
@@ -283,7 +300,7 @@ class States:
             if not self.slots.num_free_blocks:
                 break                                   # also if the evicted one is read by the step
             slot = self.slots.allocate(1)[0]
-            state.snapshots.append(Snapshot(position, slot, self._num_planned))
+            state.snapshots.append(HeldSnapshot(position, slot, self._num_planned))
             taken.append((position, slot))
         self._num_taken += len(taken)
         return tuple(taken)
@@ -295,10 +312,10 @@ class States:
             state.snapshots.remove(each)
             self.slots.release(each.slot)
 
-    def _written(self, state: SequenceState) -> list[Snapshot]:
+    def _written(self, state: SequenceState) -> list[HeldSnapshot]:
         return [each for each in state.snapshots if each.step < self._num_ended]
 
-    def _attach(self, state: SequenceState, table: BlockTable, snapshots: list[Snapshot]) -> list[Snapshot]:
+    def _attach(self, state: SequenceState, table: BlockTable, snapshots: list[HeldSnapshot]) -> list[HeldSnapshot]:
         """Give some of a sequence's snapshots to the nodes of its blocks that are in the tree; return the others."""
         path, tree, left = table.path, self._tree, list(state.snapshots)
         if path is None or tree is None or path.swap_in_pending:

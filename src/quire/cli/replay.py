@@ -229,7 +229,8 @@ class Execution:
 
         settings = replace(
             start.settings, model=model or start.settings.model, record=None, num_kv_blocks=start.cache.num_blocks,
-            num_swap_blocks=start.cache.num_swap_blocks, max_model_len=start.scheduler.max_model_len,
+            num_swap_blocks=start.cache.num_swap_blocks, num_state_slots=start.cache.num_state_slots or None,
+            max_model_len=start.scheduler.max_model_len,
             data_parallel_size=1,
         )  # fmt: skip
         self._engine = assemble(settings, loads_tokenizer=False).engine

@@ -79,3 +79,4 @@ class Admission(NamedTuple):
     num_swapped_blocks: int = 0
     num_disk_tokens: int = 0    # part of num_cached_tokens, loaded from a disk for it
     num_peer_tokens: int = 0    # part of num_cached_tokens, fetched from another engine for it
+    num_stateless_tokens: int = 0  # prompt tokens behind num_cached_tokens with blocks, and no state of the model

@@ -79,6 +79,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0            # part of num_cached_tokens, loaded from a disk for it
     num_peer_tokens: int = 0            # part of num_cached_tokens, fetched from another engine for it
+    num_stateless_tokens: int = 0       # prompt tokens behind num_cached_tokens with blocks, and no state of the model
     waited_steps: dict[str, int] = field(default_factory=dict)
     preemptions: list[Preemption] = field(default_factory=list)  # the last MAX_PREEMPTIONS_KEPT
     chunks: list[PromptChunk] = field(default_factory=list)  # the first MAX_CHUNKS_KEPT of a prompt in several steps

@@ -102,6 +102,7 @@ class Request:
     must_see_tokens: bool = False     # before the next draw, by the scheduler: see quire.scheduling.async_scheduling
     num_preemptions: int = 0
     num_cached_tokens: int = 0        # prompt tokens found in the cache at its first admission
+    num_stateless_tokens: int = 0     # prompt tokens behind those with blocks in the cache, and no state of the model
     num_disk_tokens: int = 0          # part of num_cached_tokens, loaded from a disk for it
     num_peer_tokens: int = 0          # part of num_cached_tokens, fetched from another engine for it
     waited: list[int] = field(default_factory=list)        # steps by WAIT_REASONS: see quire.scheduling.queues

@@ -260,7 +260,7 @@ def _build(
     model, device = loaded.model, loaded.device
     batch = PersistentBatch(scheduling.max_num_seqs, scheduling.max_model_len, cache.block_size, model.vocab_size)
     geometry = model.kv_geometry
-    kv = device.allocate_cache(geometry, cache.num_blocks, cache.block_size, model.back_end)
+    kv = device.allocate_cache(geometry, cache.num_blocks, cache.block_size, model.back_end, cache.num_state_slots)
     method: DraftModel | None = None
     if draft_model is not None:
         geometry = geometry.joined(draft_model.model.kv_geometry)
@@ -268,7 +268,9 @@ def _build(
         kv, method = kv.joined(own), draft_model.drafter(own, batch)
     swapper = None
     if cache.num_swap_blocks:
-        swapper = device.swapper(kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir)
+        swapper = device.swapper(
+            kv, geometry, cache.num_swap_blocks, model.back_end, options.swap_dir, cache.num_swap_slots
+        )  # fmt: skip
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
     images, no_images_reason = _image_inputs(options, loaded, ranks, scheduling.max_num_batched_tokens)
@@ -481,7 +483,7 @@ def _ready(
         num_parameters=model.num_parameters,
         weights_bytes=model.weight_bytes,
         kv_bytes_per_token=loaded.limits.kv_bytes_per_token,
-        num_swap_blocks=cache.num_swap_blocks, sliding_window=cache.sliding_window,
+        num_swap_blocks=cache.num_swap_blocks, slot_bytes=loaded.limits.slot_bytes, sliding_window=cache.sliding_window,
         kv_cache_dtype=model.kv_geometry.quantized_dtype,
         quantization="" if loaded.quantization == UNQUANTIZED else str(loaded.quantization),
         sampling=loaded.sampling,

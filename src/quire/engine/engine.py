@@ -317,7 +317,7 @@ class Engine:
         return [
             Admission(
                 r.request_id, r.num_preemptions, r.num_cached_tokens, tuple(r.waited), r.num_recomputed_tokens,
-                r.num_swapped_blocks, r.num_disk_tokens, r.num_peer_tokens,
+                r.num_swapped_blocks, r.num_disk_tokens, r.num_peer_tokens, r.num_stateless_tokens,
             )
             for r in self.scheduler.step.admitted
             if r.request_id != PROBE_ID

@@ -101,6 +101,8 @@ def load(
         check_ranks(options, back_end.name, spec)
     if spec.has_tails:
         check_tails(options)
+    if spec.delta_nets:
+        check_states(options, device_type)
     num_local = num_ranks // options.nnodes if device_type == "cpu" else 1  # a GPU's memory is that of one
     max_truncated = options.max_truncated
     geometry = _widest(spec, stored, num_ranks, back_end.cache_layout.stored_dtype(dtype).element, max_truncated)
@@ -246,6 +248,19 @@ def check_tails(options: EngineOptions) -> None:
             raise ConfigError(f"{name} {value!r} is not supported for a model with short convolutions; use {plain!r}")
 
 
+def check_states(options: EngineOptions, device_type: str) -> None:
+    """Raise ConfigError for an option that does not reach the states that a model keeps of sequences."""
+    plain = {
+        "memory_policy": "paged", "batching": "continuous", "tensor_parallel_size": 1, "kv_disk_dir": None,
+        "kv_role": "none", "kv_events": None,
+    }  # fmt: skip
+    for name, value in plain.items():
+        if (given := getattr(options, name)) != value:
+            raise ConfigError(f"{name} {given!r} is not supported for a model that keeps states; use {value!r}")
+    if device_type == "cuda":
+        raise ConfigError("device 'cuda' is not supported for a model that keeps states; use 'cpu'")
+
+
 def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> None:
     """Raise ConfigError for what tensor parallelism does not serve."""
     name = f"tensor_parallel_size {options.tensor_parallel_size}"
@@ -280,4 +295,5 @@ def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int, block_size:
         spec.default_positions,
         positions_reason=spec.positions_reason,
         has_tails=geometry.has_tails,
+        slot_bytes=geometry.slot_bytes,
     )

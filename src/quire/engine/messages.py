@@ -147,6 +147,7 @@ _PARAMS = [(each.name, each.default) for each in fields(SamplingParams) if each.
 _STATE_OF_ENGINE = frozenset((   # fields of a request that the engine sets
     "arrived_s", "live", "prompt_logprobs", "prompt_scores", "queue_key", "must_see_tokens", "num_preemptions",
     "num_cached_tokens", "num_disk_tokens", "num_peer_tokens", "waited", "num_recomputed_tokens", "num_swapped_blocks",
+    "num_stateless_tokens",
 ))  # fmt: skip
 _SENT = [
     (each.name, each.default) for each in fields(Request) if each.name not in _STATE_OF_ENGINE | {"params"}
@@ -198,6 +199,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     sliding_window: int | None = None  # as in CacheConfig
     images: ImageInputs | None = None  # None: it reads text alone
     no_images_reason: str = ""  # for which it reads text alone
+    slot_bytes: int = 0  # of a sequence's states; 0: the model keeps none
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

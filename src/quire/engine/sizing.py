@@ -3,11 +3,13 @@
 import logging
 from dataclasses import dataclass, replace
 
+from quire.cache.states import most_slots
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.core.host_limits import HOST_KV_SHARE
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
+from quire.scheduling.limits import AdmissionLimits
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class ModelLimits:
     scratch_bytes: int = 0                # keys and values outside of the pool: a draft model's
     positions_reason: str = ""            # for `max_position_embeddings`, if they are not the model's own limit
     has_tails: bool = False               # as in `KVGeometry`
+    slot_bytes: int = 0                   # states of a sequence at one place; 0: the model keeps none
     num_swap_shares: int = 1              # GPUs that divide the host's swap space, each with `kv_bytes_per_token`
 
 
@@ -38,7 +41,7 @@ def table_positions(
     longest = _longest(options, limits)
     if options.max_model_len is None and limits.kv_bytes_per_token:
         num_blocks, memory_bytes = -(-longest // options.block_size), int(free_bytes * share)
-        num_blocks = _num_blocks(options, limits, memory_bytes // options.data_parallel_size, num_blocks)
+        num_blocks = _num_blocks(options, limits, memory_bytes // options.data_parallel_size, num_blocks)[0]
         return min(longest, num_blocks * options.block_size)
     if longest * limits.table_bytes_per_position > free_bytes:
         raise ConfigError(
@@ -82,19 +85,23 @@ def size_engine(
     longest = _longest(options, limits)
     max_num_seqs = options.resolved_max_num_seqs
     most_blocks = max_num_seqs * -(-longest // options.block_size)  # what max_num_seqs sequences can use
-    num_blocks = _num_blocks(options, limits, int(shared_bytes * share) // num_engines, most_blocks)
-    block_bytes = options.block_size * limits.kv_bytes_per_token
+    num_blocks, num_slots = _num_blocks(options, limits, int(shared_bytes * share) // num_engines, most_blocks)
+    block_bytes = _block_bytes(options, limits)
     if options.kv_cache_memory is not None and options.num_kv_blocks is None and num_blocks == most_blocks:
         log.info(
             "of kv_cache_memory %s the KV cache takes %d bytes: %d sequences (max_num_seqs) of %d tokens use no more",
             options.kv_cache_memory, num_engines * num_blocks * block_bytes, max_num_seqs, longest,
         )  # fmt: skip
+    free_bytes -= num_slots * limits.slot_bytes
     if num_blocks * block_bytes > free_bytes:
         raise ConfigError(
             f"{num_blocks} KV blocks of {options.block_size} tokens take {num_blocks * block_bytes} bytes, but "
-            f"{free_bytes} are free; lower num_kv_blocks to at most {free_bytes // block_bytes} or kv_cache_memory to "
-            f"at most {free_bytes}, or leave both to the engine"
+            f"{max(0, free_bytes)} are free{_beside_slots(num_slots, limits)}; lower num_kv_blocks to at most "
+            f"{max(0, free_bytes // block_bytes)} or kv_cache_memory to at most {max(0, free_bytes)}, or leave both to "
+            "the engine"
         )
+    if num_slots and most_slots(max_num_seqs) > num_slots:
+        log.info("%d slots for states: of max_num_seqs %d, sequences wait for one", num_slots, max_num_seqs)
     in_a_row = num_blocks if options.memory_policy == "paged" else 1 << num_blocks.bit_length() - 1
     capacity = in_a_row * options.block_size
     if options.max_model_len is not None and options.max_model_len > capacity:
@@ -114,30 +121,32 @@ def size_engine(
         itl_target_s=options.itl_target_s,
         ttft_target_s=options.ttft_target_s,
     )
+    default_swap_bytes = min(default_swap_bytes // limits.num_swap_shares, most_blocks * block_bytes)
+    num_swap_blocks, num_swap_slots = _num_swap_blocks(options, limits, default_swap_bytes)
     cache = CacheConfig(
         num_blocks,
         options.block_size,
         limits.sliding_window,
         enable_prefix_caching=options.enable_prefix_caching,
-        num_swap_blocks=_num_swap_blocks(
-            options, block_bytes, min(default_swap_bytes // limits.num_swap_shares, most_blocks * block_bytes),
-            options.data_parallel_size * limits.num_swap_shares,
-        ),
+        num_swap_blocks=num_swap_blocks,
         memory_policy=options.memory_policy,
         kv_events=options.kv_events,
         measured_share=options.kv_cache_metrics_sample if options.kv_cache_metrics else 0.0,
-        finds_whole_blocks=limits.has_tails,
+        finds_whole_blocks=limits.has_tails or num_slots > 0,
+        num_state_slots=num_slots,
+        num_swap_slots=num_swap_slots,
     )
     return cache, scheduler
 
 
-def same_sizes(options: EngineOptions, num_blocks: int, num_swap_blocks: int) -> EngineOptions:
-    """Return the options of an engine that takes the place of one with so many blocks: other memory is free now."""
-    if not num_blocks:
+def same_sizes(options: EngineOptions, limits: AdmissionLimits, num_swap_blocks: int) -> EngineOptions:
+    """Return the options of an engine that takes the place of one with these limits: other memory is free now."""
+    if not limits.num_blocks:
         return options      # a model without a KV cache
     num_engines = options.data_parallel_size
     return replace(
-        options, num_kv_blocks=num_blocks * num_engines, num_swap_blocks=num_swap_blocks * num_engines
+        options, num_kv_blocks=limits.num_blocks * num_engines, num_swap_blocks=num_swap_blocks * num_engines,
+        num_state_slots=limits.num_state_slots * num_engines or None,
     )  # fmt: skip
 
 
@@ -148,7 +157,7 @@ def _without_cache(
 
     The token budget is at least the longest prompt; one that is set is its limit, unless that is set as well.
     """
-    for name in ("num_kv_blocks", "kv_cache_memory", "num_swap_blocks", "swap_space"):
+    for name in ("num_kv_blocks", "kv_cache_memory", "num_swap_blocks", "swap_space", "num_state_slots"):
         if getattr(options, name) is not None:
             raise ConfigError(f"{name} is set, but the model keeps no keys and values")
     longest, budget = _longest(options, limits), options.max_num_batched_tokens
@@ -168,44 +177,84 @@ def _without_cache(
     return CacheConfig(0, options.block_size, enable_prefix_caching=False, has_blocks=False), scheduler
 
 
-def _num_blocks(options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int) -> int:
-    """Return num_kv_blocks if it is set, else as many as fit into the memory, at most `most_blocks`.
+def _beside_slots(num_slots: int, limits: ModelLimits) -> str:
+    return f" beside {num_slots} slots for states of {limits.slot_bytes} bytes (num_state_slots)" if num_slots else ""
 
-    Settings are of the machine, `memory_bytes` and the result of one of its engines.
+
+def _num_slots(options: EngineOptions, limits: ModelLimits, memory_bytes: int) -> int:
+    """Return num_state_slots if it is set, else two for each sequence, as far as half of the memory has room."""
+    num_engines = options.data_parallel_size
+    if not limits.slot_bytes:
+        if options.num_state_slots is not None:
+            raise ConfigError(f"num_state_slots is {options.num_state_slots}, but the model keeps no states")
+        return 0
+    if options.num_state_slots is not None:
+        if options.num_state_slots < num_engines:
+            raise ConfigError(
+                f"num_state_slots is {options.num_state_slots}, but each of {num_engines} engines "
+                "(data_parallel_size) needs one"
+            )
+        return options.num_state_slots // num_engines
+    num_slots = min(2 * options.resolved_max_num_seqs, memory_bytes // 2 // limits.slot_bytes)
+    if num_slots < 1:
+        raise ConfigError(
+            f"half of the {memory_bytes} bytes of the KV cache holds no state of a sequence, which takes "
+            f"{limits.slot_bytes}; raise kv_cache_memory to at least {2 * num_engines * limits.slot_bytes}"
+        )
+    return num_slots
+
+
+def _num_blocks(
+    options: EngineOptions, limits: ModelLimits, memory_bytes: int, most_blocks: int
+) -> tuple[int, int]:
+    """Return num_kv_blocks if it is set, else as many as fit into the memory, at most `most_blocks`; and the slots.
+
+    Settings are of the machine, `memory_bytes` and the results of one of its engines.
     """
     num_engines = options.data_parallel_size
+    if options.kv_cache_memory is not None:
+        memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory") // num_engines
+    num_slots = _num_slots(options, limits, memory_bytes)
     if options.num_kv_blocks is not None:
         if options.num_kv_blocks < num_engines:
             raise ConfigError(
                 f"num_kv_blocks is {options.num_kv_blocks}, but each of {num_engines} engines (data_parallel_size) "
                 "needs one"
             )
-        return options.num_kv_blocks // num_engines
-    if options.kv_cache_memory is not None:
-        memory_bytes = parse_bytes(options.kv_cache_memory, "kv_cache_memory") // num_engines
-    block_bytes = limits.kv_bytes_per_token * options.block_size
-    num_blocks = min(memory_bytes // block_bytes, most_blocks)
+        return options.num_kv_blocks // num_engines, num_slots
+    block_bytes = _block_bytes(options, limits)
+    num_blocks = min((memory_bytes - num_slots * limits.slot_bytes) // block_bytes, most_blocks)
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_memory of {memory_bytes} bytes holds no KV block; one block of {options.block_size} tokens "
-            f"takes {block_bytes} bytes"
+            f"kv_cache_memory of {memory_bytes} bytes holds no KV block{_beside_slots(num_slots, limits)}; one block "
+            f"of {options.block_size} tokens takes {block_bytes} bytes"
         )
-    return num_blocks
+    return num_blocks, num_slots
 
 
-def _num_swap_blocks(options: EngineOptions, block_bytes: int, default_bytes: int, num_shares: int) -> int:
+def _num_swap_blocks(options: EngineOptions, limits: ModelLimits, default_bytes: int) -> tuple[int, int]:
     """Return num_swap_blocks if it is set, else as many as fit into a share of swap_space, or into its default.
 
-    Only blocks of the paged policy are swapped by default.
+    And the slots for states, one for each sequence: of the blocks that are set, or in half of the space. Only blocks of
+    the paged policy are swapped by default.
     """
+    num_shares, block_bytes = options.data_parallel_size * limits.num_swap_shares, _block_bytes(options, limits)
+    most_swapped = options.resolved_max_num_seqs if limits.slot_bytes else 0
     if options.num_swap_blocks is not None:
-        return options.num_swap_blocks // options.data_parallel_size
+        num_blocks = options.num_swap_blocks // options.data_parallel_size
+        return num_blocks, min(most_swapped, num_blocks)
     if options.swap_space is None:
-        return default_bytes // block_bytes if options.memory_policy == "paged" else 0
+        return default_bytes // block_bytes if options.memory_policy == "paged" else 0, 0
     swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0) // num_shares
+    num_slots = min(most_swapped, swap_bytes // 2 // limits.slot_bytes) if most_swapped else 0
+    swap_bytes -= num_slots * limits.slot_bytes
     if 0 < swap_bytes < block_bytes:
         raise ConfigError(
             f"swap_space of {swap_bytes} bytes holds no KV block; one block of {options.block_size} tokens takes "
             f"{block_bytes} bytes"
         )
-    return swap_bytes // block_bytes
+    return swap_bytes // block_bytes, num_slots
+
+
+def _block_bytes(options: EngineOptions, limits: ModelLimits) -> int:
+    return options.block_size * limits.kv_bytes_per_token

@@ -24,7 +24,7 @@ class SleepingEngine:
         engine.engine.close()
         engine.close()
         limits = engine.ready.limits
-        self._options = same_sizes(engine.options, limits.num_blocks, engine.ready.num_swap_blocks)
+        self._options = same_sizes(engine.options, limits, engine.ready.num_swap_blocks)
         self._ready, self._device = engine.ready, engine.loaded.device
         self._tokenizer, self._loads_tokenizer, self._member = engine.tokenizer, loads_tokenizer, engine.member
         self._loaded = engine.loaded if engine.ranks is None else None

@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.logprob_table import padded
-from quire.core.plan import NewRow, RowDrafts, RowFork, StepPlan
+from quire.core.plan import EntryState, NewRow, RowDrafts, RowFork, StepPlan
 from quire.decoding.grammars.rows import StepMasks
 from quire.decoding.row_pooling import PooledEntry, RowPool
 from quire.decoding.sampler import SamplingState
+from quire.kernels.delta_net import MAX_SNAPSHOTS, StateRows
 from quire.kernels.low_rank import AdapterWeights, RowAdapters
 from quire.model.language_model import ForwardBatch
 
@@ -118,6 +119,7 @@ class PersistentBatch:
         slots = blocks * self.block_size + positions % self.block_size
         if plan.stored_entries:
             slots[query_starts[plan.stored_entries]] = -1
+        state_rows = _state_rows(plan.states) if plan.states else None
         max_blocks = -(-int(stops.max()) // self.block_size) if has_tables else 0
         forward = ForwardBatch(
             token_ids=self.token_ids[token_rows, positions].astype(np.int64),
@@ -126,6 +128,7 @@ class PersistentBatch:
             query_starts=query_starts,
             context_lens=stops.astype(np.int32),
             block_tables=self.block_tables[rows, :max_blocks],
+            state_rows=state_rows,
         )
         pooled = list(self._pooled_entries(plan)) if self._pools else []
         if any(each.state.pool.second_text for each in pooled):
@@ -172,6 +175,16 @@ class PersistentBatch:
     def append(self, row: int, position: int, token_ids: Sequence[int]) -> None:
         """Write the known tokens of a row from `position` on; there are positions for them."""
         self.token_ids[row, position : position + len(token_ids)] = token_ids
+
+
+def _state_rows(states: Sequence[EntryState]) -> StateRows:
+    """Return the states of a step's entries as arrays."""
+    snapshots = np.full((len(states), MAX_SNAPSHOTS, 2), -1, dtype=np.int32)
+    for entry, state in enumerate(states):
+        if state.snapshots:
+            snapshots[entry, : len(state.snapshots)] = state.snapshots
+    read, committed, write, commit_to = np.array([state[:4] for state in states], dtype=np.int32).T.copy()
+    return StateRows(read, committed, write, commit_to, snapshots)
 
 
 def _token_types(pooled: Sequence[PooledEntry], num_tokens: int) -> IntArray:

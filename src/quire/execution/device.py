@@ -52,14 +52,18 @@ class Device(Protocol):
     def default_swap_bytes(self) -> int:
         """Return the bytes of the swap space where no setting names them."""
 
-    def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
+    def allocate_cache(
+        self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, num_slots: int = 0
+    ) -> KVCache:
         """Return a cache of zeros, as of `KVCache.allocate`."""
 
     def swapper(
-        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
-    ) -> Swapper:
-        """Allocate a swap space of `num_blocks` blocks, in files of `directory` where it is not in memory.
+        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None,
+        num_slots: int = 0,
+    ) -> Swapper:  # fmt: skip
+        """Allocate a swap space of `num_blocks` blocks, and of `num_slots` slots for states.
 
+        It is in files of `directory` where it is not in memory.
         Raises ConfigError if there is too little memory, or too little room in the directory.
         """
 
@@ -94,15 +98,18 @@ class HostDevice:
         """Return 0: files are written only where a setting asks for them."""
         return 0
 
-    def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
+    def allocate_cache(
+        self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, num_slots: int = 0
+    ) -> KVCache:
         """Return a cache that takes memory only where something has been written."""
-        return KVCache.allocate(geometry, num_blocks, block_size, back_end)
+        return KVCache.allocate(geometry, num_blocks, block_size, back_end, num_slots=num_slots)
 
     def swapper(
-        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
-    ) -> Swapper:
+        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None,
+        num_slots: int = 0,
+    ) -> Swapper:  # fmt: skip
         """Allocate the swap space in an unlinked file of `directory`; None is the system's for temporary files."""
-        space = allocate_swap_space(geometry, num_blocks, cache.block_size, back_end, directory)
+        space = allocate_swap_space(geometry, num_blocks, cache.block_size, back_end, directory, num_slots)
         return Swapper(cache, space, back_end.copy_blocks)
 
     def executor(self, compute: StepCompute, max_num_batched_tokens: int) -> Executor:

@@ -18,42 +18,50 @@ from quire.kernels.kv_cache import CopyBlocks
 from quire.kernels.tensors import Tensor
 from quire.model.kv_cache import ALIGNMENT, KVCache, KVGeometry
 
+Pools = tuple[list[Tensor], list[Tensor]]  # tensors of blocks, and of slots
+
 
 class Swapper:
     """The swap space's tensors, laid out as the cache's, and the rates of both directions in blocks per second."""
 
     def __init__(self, cache: KVCache, space: KVCache, copy_blocks: CopyBlocks) -> None:
         self._cache, self._space = cache.tensors, space.tensors
+        self._states, self._swapped_states = cache.states, space.states
         self._copy_blocks = copy_blocks
         self.out_rate, self.in_rate = Rate(), Rate()
 
     def move(self, plan: StepPlan, slots: NDArray[np.int64]) -> float:
         """Swap out, then in; return the seconds. slots [T]: where the step's forward pass will write."""
-        out_s = self._move(self._cache, self._space, plan.swap_outs, self.out_rate)
-        return out_s + self._move(self._space, self._cache, plan.swap_ins, self.in_rate)
+        cache, space = (self._cache, self._states), (self._space, self._swapped_states)
+        out_s = self._move(cache, space, (plan.swap_outs, plan.state_outs), self.out_rate)
+        return out_s + self._move(space, cache, (plan.swap_ins, plan.state_ins), self.in_rate)
 
-    def _move(self, sources: list[Tensor], destinations: list[Tensor], copies: list[BlockCopy], rate: Rate) -> float:
-        if not copies:
+    def _move(self, sources: Pools, destinations: Pools, copies: tuple[list[BlockCopy], ...], rate: Rate) -> float:
+        """Copy blocks, and slots of states: their time counts as that of the blocks."""
+        if not any(copies):
             return 0.0
         started_s = time.perf_counter()
-        src, dst = np.array(copies).T
-        self._copy_blocks(sources, destinations, src, dst)
+        for source, destination, own in zip(sources, destinations, copies, strict=True):
+            if own:
+                src, dst = np.array(own).T
+                self._copy_blocks(source, destination, src, dst)
         seconds = time.perf_counter() - started_s
-        rate.add(len(copies), seconds)
+        rate.add(len(copies[0]), seconds)
         return seconds
 
 
 def allocate_swap_space(
-    geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, directory: str | None
-) -> KVCache:
-    """Return tensors like the cache's for `num_blocks` blocks.
+    geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, directory: str | None,
+    num_slots: int = 0,
+) -> KVCache:  # fmt: skip
+    """Return tensors like the cache's for `num_blocks` blocks, and `num_slots` slots for states.
 
     `directory`: of the file; None is the system's directory for temporary files. Raises ConfigError if it is not
     writable or has too little room.
     """
-    sizes = geometry.tensor_bytes(num_blocks, block_size)
+    sizes = geometry.tensor_bytes(num_blocks, block_size) + [num_slots * each.num_bytes for each in geometry.states]
     space = UnlinkedFile(Path(directory or tempfile.gettempdir()), sum(sizes) + len(sizes) * ALIGNMENT)
-    return KVCache.allocate(geometry, num_blocks, block_size, back_end, space.allocate)
+    return KVCache.allocate(geometry, num_blocks, block_size, back_end, space.allocate, num_slots)
 
 
 class UnlinkedFile:

@@ -96,6 +96,8 @@ class PrefixLookups:
         """Look up the first `stop` tokens of any branch."""
         match = self._cache.match(sequence.token_ids, stop, request.scope, self._last_started)
         self._work.count_lookup(match)
+        if match.num_stateless and self._cache.states is not None:
+            return match._replace(awaits_state=self._cache.states.is_expected(match, request.scope, sequence.token_ids))
         return match
 
 

@@ -382,6 +382,7 @@ class Planner:
             else:
                 request.num_peer_tokens = num_loaded_tokens
             request.num_cached_tokens = first.num_computed_tokens
+            request.num_stateless_tokens = match.num_stateless * self._cache.block_size
             if request.reads_cache:
                 self._cache.prefixes.count_query(first.num_prompt_tokens, first.num_computed_tokens)
             self._order.charge_prompt(request)

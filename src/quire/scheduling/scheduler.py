@@ -347,7 +347,7 @@ class Scheduler:
 def _plan_states(step: PlanBuilder, states: States) -> None:
     """Plan the states of a step's entries, which are complete.
 
-    Drafts are not certain, and neither is the last known token of a row whose mask may be late.
+    Drafts are not certain, and neither is the last known token of a row with a mask that may be late.
     """
     plan = step.plan
     num_drafts = {each.row: len(each.token_ids) for each in plan.drafts}

@@ -23,7 +23,7 @@ _REQUEST_BYTES = 1024      # a PastRequest with its metrics
 _BRANCH_BYTES = 320
 _PREEMPTION_BYTES = 640
 _NO_TOKENS = array("i")
-MissReason = Literal["never_seen", "evicted", "other_engine", "other_salt"]
+MissReason = Literal["never_seen", "evicted", "other_engine", "other_salt", "no_state"]
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.cache.states import most_sequences
 from quire.core.config import QUANTIZED, CacheConfig, KVDtype, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import file_inside, is_gguf
@@ -76,6 +77,7 @@ class MemoryPlan:
     binds: str
     windows: str                 # described in words; empty: no layer has one
     exchanges: Exchanges         # between ranks or devices in a step of one token; zeros: there is one
+    slot_bytes: int = 0          # states of a sequence at one place; 0: the model keeps none
     image_tokens: int = 0        # placeholders of an image; 0: the model reads text alone here
     image_bytes: int = 0         # an image's encoding
     image_size: str = ""         # pixels of that image, where they have any size
@@ -85,6 +87,11 @@ class MemoryPlan:
     def kv_cache_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.cache.num_blocks * self.cache.block_size * self.kv_bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots for states."""
+        return self.cache.num_state_slots * self.slot_bytes
 
 
 def plan_memory(
@@ -110,8 +117,8 @@ def plan_memory(
         held = _held_by_ranks(model, options, kv_dtype, num_ranks, mode)
     token_bytes, weights, token_weights = held
     widest = spec if num_devices * num_ranks == 1 else Shard(0, num_devices * num_ranks, mode).local_spec(spec)
-    kept = _geometry(widest, packing.kernel_dtype(model.dtype), options, kv_dtype).layers
-    tails = [each for each in kept if isinstance(each, LayerTail)]
+    geometry = _geometry(widest, packing.kernel_dtype(model.dtype), options, kv_dtype)
+    tails = [each for each in geometry.layers if isinstance(each, LayerTail)]
     draft_bytes, draft_token_bytes, scratch_bytes = _draft_bytes(draft, packing, options, kv_dtype)
     token_bytes += draft_token_bytes
     windows = [*spec.windows, *(() if draft is None else draft.spec.windows)]  # both models' layers share the blocks
@@ -125,9 +132,11 @@ def plan_memory(
     limits = ModelLimits(
         spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
         scratch_bytes=scratch_bytes, num_swap_shares=num_devices, positions_reason=spec.positions_reason,
+        slot_bytes=geometry.slot_bytes,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes, default_batched_tokens=batched_tokens)
-    kv_bytes = cache.num_blocks * cache.block_size * token_bytes * num_engines
+    kv_bytes = cache.num_blocks * cache.block_size * token_bytes + cache.num_state_slots * geometry.slot_bytes
+    kv_bytes *= num_engines
     if kv_bytes > free_bytes:
         raise ConfigError(f"KV caches of {num_engines} engines take {kv_bytes} bytes, but {free_bytes} are free")
     length = scheduler.max_model_len
@@ -151,6 +160,7 @@ def plan_memory(
         num_convolutions=len(tails),
         tail_bytes=num_ranks * sum(each.block_bytes(options.block_size)[0] for each in tails),
         draft_weight_bytes=draft_bytes,
+        slot_bytes=geometry.slot_bytes,
         cache=cache,
         scheduler=scheduler,
         num_fitting=_num_fitting_by_length(cache, length, num_seqs),
@@ -302,6 +312,8 @@ def _packing(hardware: Hardware) -> Packing:
 
 def _num_fitting_by_length(cache: CacheConfig, longest: int, most: int) -> dict[int, int]:
     """Return how many requests the KV cache holds, at most `most`, of the longest and of some shorter lengths."""
+    if cache.num_state_slots:
+        most = min(most, most_sequences(cache.num_state_slots))
     lengths = sorted({longest, *(short for short in _LENGTHS if short < longest)})
     return {length: min(most, _num_fitting(cache, length, most)) for length in lengths}
 
@@ -316,6 +328,9 @@ def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) ->
     if scheduler.max_model_len < longest:
         return f"KV cache: {scheduler.max_model_len} tokens are the longest request, the model takes {longest}"
     num_fitting = _num_fitting(cache, longest, scheduler.max_num_seqs)
+    num_states = most_sequences(cache.num_state_slots) if cache.num_state_slots else num_fitting
+    if num_states < min(num_fitting, scheduler.max_num_seqs):
+        return f"slots for states: {cache.num_state_slots} are for {num_states} sequences at once"
     if num_fitting >= scheduler.max_num_seqs:
         return f"max_num_seqs: {scheduler.max_num_seqs} requests of {longest} tokens fit"
     return f"KV cache: {num_fitting} requests of {longest} tokens fit, max_num_seqs is {scheduler.max_num_seqs}"

@@ -69,6 +69,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_transfer_consumers": [{}],
     "quire:kv_transfer_peers": [{"state": state} for state in ("connected", "unconnected", "incompatible")],
     "quire:image_cache_rows": [{}],
+    "quire:state_slots": [{"state": state} for state in ("used", "snapshot", "free")],
     "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
     "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }
@@ -95,6 +96,8 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     ],
     "quire:kv_transfer_bytes_total": [{"direction": each} for each in ("sent", "received")],
     "quire:kv_transfer_seconds_total": [{}],
+    "quire:state_snapshots_total": [{}],
+    "quire:state_snapshots_evicted_total": [{}],
     "quire:kv_transfer_failed_total": [{"reason": reason} for reason in FETCH_FAILURES],
     "vllm:num_preemptions_total": [MODEL],
     "vllm:spec_decode_num_drafts_total": [MODEL],

@@ -441,7 +441,7 @@ class Fleet(BaseClient):
     ) -> None:  # fmt: skip
         """Start an engine in the place of a dead one, of the same sizes: less memory is free now."""
         dead, observer = self._clients[number].ready, self._observers[number]
-        sized = same_sizes(self._settings.options, dead.limits.num_blocks, dead.num_swap_blocks)
+        sized = same_sizes(self._settings.options, dead.limits, dead.num_swap_blocks)
         process = spawn(sized, number, self._clients[number].secret)
         on_spawn(number, process)
         client = await _connect(process, self._settings, observer, self.request_ids, self.tokenizer, sized)
@@ -479,6 +479,7 @@ def _least(ready: Sequence[Ready]) -> Ready:
         ready[0].limits,
         num_blocks=min(each.limits.num_blocks for each in ready),
         max_model_len=min(each.limits.max_model_len for each in ready),
+        num_state_slots=min(each.limits.num_state_slots for each in ready),
     )
     return structs.replace(ready[0], limits=limits, num_swap_blocks=min(each.num_swap_blocks for each in ready))
 

@@ -469,6 +469,7 @@ class EngineMetrics:
         yield from self._disk_families()
         yield from self._transfer_families()
         yield from self._image_families()
+        yield from self._state_families()
         yield from self._request_families()
         yield from self._target_families()
         yield from self._draft_families()
@@ -588,6 +589,16 @@ class EngineMetrics:
         yield counter("vllm:mm_cache_queries_total", "Images that steps needed encoded.", queries)
         yield counter("vllm:mm_cache_hits_total", "Those that were kept.", (model, images.get("hits", 0)))
 
+    def _state_families(self) -> Iterator[Metric]:
+        """Yield the families of the states of sequences: 0 for a model that keeps none."""
+        states, own = defaultdict[str, int](int, self._kv.states), self._own
+        used, snapshots = states["used_slots"], states["snapshot_slots"]
+        slots = {"used": used, "snapshot": snapshots, "free": states["total_slots"] - used - snapshots}
+        yield gauge("quire:state_slots", "Slots for states of sequences.", *by("state", slots, own))
+        yield counter("quire:state_snapshots_total", "Snapshots that steps have taken.", (own, states["snapshots"]))
+        evicted = (own, states["evicted_snapshots"])
+        yield counter("quire:state_snapshots_evicted_total", "Snapshots that made room in the tree.", evicted)
+
     def _request_families(self) -> Iterator[Metric]:
         model, own, requests = self._model, self._own, self._counters
         finished = by("finished_reason", requests.num_finished, model)
@@ -677,6 +688,8 @@ def _counted_on(earlier: KVStats, kv: KVStats) -> KVStats:
     disk = {name: kv.disk.get(name, 0) + (name not in _DISK_STATES) * earlier.disk.get(name, 0) for name in names}
     counted = earlier.images.keys() | kv.images.keys()
     images = {name: kv.images.get(name, 0) + (name != "rows") * earlier.images.get(name, 0) for name in counted}
+    counts = ("snapshots", "evicted_snapshots")
+    states = {name: each + (name in counts) * earlier.states.get(name, 0) for name, each in kv.states.items()}
     modes = earlier.preemptions.keys() | kv.preemptions.keys()
     preemptions = {mode: earlier.preemptions.get(mode, 0) + kv.preemptions.get(mode, 0) for mode in modes}
-    return replace(kv, preemptions=preemptions, disk=disk, images=images, **sums)
+    return replace(kv, preemptions=preemptions, disk=disk, images=images, states=states, **sums)

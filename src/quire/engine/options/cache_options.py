@@ -55,6 +55,14 @@ class CacheOptions:
         None, "exact number of KV blocks; wins over the above", low=1, shown_default="from the above",
         row="exact number of blocks; wins over `kv_cache_memory`",
     )  # fmt: skip
+    num_state_slots: int | None = _cache(
+        None, "exact number of slots for states of sequences, and snapshots of them", low=1,
+        shown_default="two for each of max_num_seqs, in at most half of that memory",
+        row="of models that keep a state per sequence: exact number of slots, which hold the states of running "
+        "sequences and snapshots for prompts that begin alike; `None`: two for each of `max_num_seqs`, in at most half "
+        "of the memory of the KV cache. n sequences run at once with n + n / 2 slots "
+        "([prefix caching](prefix-caching.md#models-with-a-state))",
+    )  # fmt: skip
     swap_space: int | str | None = _cache(
         None, "bytes for the blocks of preempted requests, of a file, or of host memory for a GPU; 4GiB",
         metavar=SIZE, shown_default="none on a CPU, 4GiB for a GPU",

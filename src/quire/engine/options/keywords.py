@@ -55,6 +55,7 @@ class EngineSettings(VllmSettings, total=False):
     block_size: int
     kv_cache_memory: int | str | None
     num_kv_blocks: int | None
+    num_state_slots: int | None
     swap_space: int | str | None
     num_swap_blocks: int | None
     kv_cache_metrics: bool

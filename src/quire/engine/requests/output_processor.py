@@ -464,6 +464,7 @@ def _record_admission(metrics: RequestMetrics, admission: Admission, now_s: floa
     """Record the first admission of a request, or its return after a preemption."""
     metrics.num_preemptions, metrics.num_cached_tokens = admission.num_preemptions, admission.num_cached_tokens
     metrics.num_disk_tokens, metrics.num_peer_tokens = admission.num_disk_tokens, admission.num_peer_tokens
+    metrics.num_stateless_tokens = admission.num_stateless_tokens
     counts = zip(WAIT_REASONS, admission.waited, strict=False)
     waited: dict[str, int] = {reason: count for reason, count in counts if count > 0}
     if metrics.first_scheduled_s is None:

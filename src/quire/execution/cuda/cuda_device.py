@@ -66,13 +66,17 @@ class CudaDevice:
         """Return `SWAP_BYTES`, or half of the host's free memory if that is less."""
         return min(SWAP_BYTES, free_memory_bytes() // 2)
 
-    def allocate_cache(self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd) -> KVCache:
+    def allocate_cache(
+        self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, num_slots: int = 0
+    ) -> KVCache:
         """Return a cache of zeros in the card's memory."""
+        assert num_slots == 0, "states are refused on a GPU"
         return KVCache.allocate(geometry, num_blocks, block_size, back_end, device_allocator(self.tensor_device))
 
     def swapper(
-        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None
-    ) -> CudaSwapper:
+        self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None,
+        num_slots: int = 0,
+    ) -> CudaSwapper:  # fmt: skip
         """Allocate the swap space in pinned host memory. ConfigError if it is beyond the free memory."""
         sizes, free_bytes = geometry.tensor_bytes(num_blocks, cache.block_size), free_memory_bytes()
         if (swap_bytes := pinned_bytes(sizes)) > free_bytes:

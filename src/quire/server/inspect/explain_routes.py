@@ -70,7 +70,9 @@ class MissSearch:
         metrics, seen = self._requests[number].metrics, self._sightings[key]
         assert metrics.first_scheduled_s is not None, "searched before it ran"
         reason: MissReason = "never_seen"
-        if seen.same_salt_s.get(metrics.engine, _NEVER_S) < metrics.first_scheduled_s:
+        if metrics.num_stateless_tokens:
+            reason = "no_state"
+        elif seen.same_salt_s.get(metrics.engine, _NEVER_S) < metrics.first_scheduled_s:
             reason = "evicted"
         elif min(seen.same_salt_s.values(), default=_NEVER_S) < metrics.first_scheduled_s:
             reason = "other_engine"
@@ -189,6 +191,7 @@ def _explanation(service: Service, past: PastRequest, miss: Miss | None) -> dict
         "waited_steps": metrics.waited_steps,
         "num_prompt_tokens": past.num_prompt_tokens,
         "num_cached_tokens": metrics.num_cached_tokens,
+        "num_stateless_tokens": metrics.num_stateless_tokens,
         "num_disk_tokens": metrics.num_disk_tokens,
         "num_peer_tokens": metrics.num_peer_tokens,
         "first_miss": None if miss is None else miss._asdict(),
