@@ -1,5 +1,6 @@
 """Sessions of an LLM: continued, forked, saved, and restored by another engine, with the bits of a computation."""
 
+import gc
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,32 @@ def saved(directory: Path, name: str = "one", salt: str | None = None, **setting
     with LLM(kv_disk_dir=directory, kv_disk_size="64MiB", kv_disk_write_policy="reused", **SIZES | settings) as llm:
         prompt: dict[str, Any] = {"prompt_token_ids": TOKENS} | ({} if salt is None else {"cache_salt": salt})
         llm.create_session(prompt).save(name)  # type: ignore[arg-type]
+
+
+def test_store_of_a_session_is_freed_without_a_collection(tmp_path: Path) -> None:
+    """It has a quarter of a megabyte in few objects, so collections of garbage in circles are too rare for it."""
+
+    def num_stores() -> int:
+        return sum(type(each).__name__ == "KVStore" for each in gc.get_objects())
+
+    with LLM(kv_disk_dir=tmp_path / "kv", **SIZES) as llm:
+        gc.collect()
+        before = num_stores()
+        gc.disable()
+        try:
+            for _ in range(3):
+                session = llm.create_session({"prompt_token_ids": TOKENS})
+                session.save("one")
+                session.delete()
+                llm.restore_session("one").delete()
+
+            def are_freed() -> bool:
+                answer(llm, {"prompt_token_ids": MORE})     # stores are closed between two steps
+                return num_stores() == before
+
+            wait_until(are_freed)
+        finally:
+            gc.enable()
 
 
 def test_session_is_continued_extended_forked_and_deleted(expected: Any) -> None:  # noqa: ANN401

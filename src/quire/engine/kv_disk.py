@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.cache.disk_tier import DiskTier, StoredLoad
@@ -35,7 +36,8 @@ class KVDisk:
         self, loads: Loads, tier: DiskTier, store: "KVStore", clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.tier, self._loads, self._store, self._clock = tier, loads, store, clock
-        self._reads = BlockReads[StoredLoad](loads, tier, self._begin_read, store, clock)
+        # Not a method: the store of a session is freed with this object, and a circle would keep it until a collection.
+        self._reads = BlockReads[StoredLoad](loads, tier, partial(_begin_read, store), store, clock)
         self.others: list[KVDisk] = []         # stores that are only read: of sessions, and of other engines
         self.sessions: KVSessions | None = None  # None: none are saved
         self.last_step_s = math.inf            # seconds of the engine's last step
@@ -112,9 +114,6 @@ class KVDisk:
                     before = self.tier.blocks_per_s
                     self.tier.blocks_per_s = rate if before is None else before + RATE_WEIGHT * (rate - before)
 
-    def _begin_read(self, job: int, load: StoredLoad, start: int, stop: int) -> bool:
-        return self._store.begin_read(job, load.records(start, stop))
-
     def _write(self, most_s: float) -> None:
         """Copy blocks out, one at least, until the time is over or the store has no room for more."""
         tier, store, started_s = self.tier, self._store, self._clock()
@@ -169,3 +168,8 @@ class KVDisk:
     def close_store(self) -> None:
         """Write what has been copied out, and close the store: another thread may call it as the process ends."""
         self._store.close()
+
+
+def _begin_read(store: "KVStore", job: int, load: StoredLoad, start: int, stop: int) -> bool:
+    """Begin a read of a store; False: it has no memory for it now."""
+    return store.begin_read(job, load.records(start, stop))
