@@ -169,6 +169,8 @@ def test_a_tower_equals_transformers(
         expected = model.get_image_features(torch.stack([pixels(1), pixels(2)])).pooler_output
     torch.testing.assert_close(torch.stack(found[:2]), torch.stack(list(expected)), rtol=0, atol=TOLERANCE)
     assert torch.equal(found[2], found[0])
+    assert decoder.progress[0] == 3 * decoder.vision.spec.tower.num_layers
+    assert decoder.vision.layer_flops(NUM_ROWS) * decoder.vision.spec.tower.num_layers == flops(decoder.vision.spec)
     assert "not used" not in caplog.text
     assert decoder.num_parameters == num_parameters(decoder.spec)
     if back_end == "cpp":

@@ -109,7 +109,8 @@ def build_decoder(
     num_positions = min(table_positions or longest, longest)
     decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype, max_truncated)
     if spec.vision is not None and ranks is None and str(device) == "cpu":
-        decoder.vision = (VisionTower if spec.vision.merging is None else MergingTower)(spec.vision, weights)
+        tower = VisionTower if spec.vision.merging is None else MergingTower
+        decoder.vision = tower(spec.vision, weights, decoder.progress)
     weights.warn_of_unread()
     return decoder
 

@@ -53,9 +53,12 @@ def grid_of(height: int, width: int, side: int, window: int) -> Grid:
 
 
 class MergingTower:
-    """Encoder and projector of a decoder, ready to run. `weights`: the reader of the decoder, which counts them too."""
+    """Encoder and projector of a decoder, ready to run.
 
-    def __init__(self, spec: VisionSpec, weights: WeightReader) -> None:
+    `weights`: the reader of the decoder, which counts them too. `progress`: the decoder's count of layers.
+    """
+
+    def __init__(self, spec: VisionSpec, weights: WeightReader, progress: NDArray[np.int64]) -> None:
         assert spec.merging is not None, "images of one size"
         self.spec, self._merging, self._back_end = spec, spec.merging, weights.back_end
         tower, shapes, names = spec.tower, VisionShapes.of(spec), spec.tower.weights
@@ -66,7 +69,7 @@ class MergingTower:
         half = inverse_frequencies(replace(rotary, head_dim=rotary.head_dim // 2), rotary.max_positions)
         table = RotaryTable(np.concatenate([half, half]), rotary.max_positions, num_free=rotary.max_positions)
         self._rotary = RotaryTables([table], [0] * len(half) + [1] * len(half))
-        shared = ProgramInputs({rotary: own.taken(table.values)}, np.zeros(1, np.int64))
+        shared = ProgramInputs({rotary: own.taken(table.values)}, progress)
         self._segments, first = list[Segment](), 0
         for stop in _stops(self._merging, tower.num_layers):
             program = build_program(tower, own, shared, range(first, stop))
@@ -82,6 +85,12 @@ class MergingTower:
         )
         self._deep = dict(zip(self._merging.deep_layers, deep, strict=True))
         self._cache = TextCache(tower, own.dtype, self._back_end)
+
+    def layer_flops(self, num_tokens: int) -> float:
+        """Return the operations of the largest layer for an image: one without windows."""
+        (row, pair), num_layers = merged_flops(self.spec), self.spec.tower.num_layers
+        num_whole = max(len(self._merging.whole_layers), 1) if self._merging.window else num_layers
+        return num_tokens * (row / num_layers + num_tokens * pair / num_whole)
 
     def encode(self, pixels: NDArray[np.float32]) -> Tensor:
         """Return the rows of an image [num_tokens, row_width], of the model's dtype.

@@ -48,9 +48,12 @@ class TowerProjector:
 
 
 class VisionTower:
-    """Encoder and projector of a decoder, ready to run. `weights`: the reader of the decoder, which counts them too."""
+    """Encoder and projector of a decoder, ready to run.
 
-    def __init__(self, spec: VisionSpec, weights: WeightReader) -> None:
+    `weights`: the reader of the decoder, which counts them too. `progress`: the decoder's count of layers.
+    """
+
+    def __init__(self, spec: VisionSpec, weights: WeightReader, progress: NDArray[np.int64]) -> None:
         self.spec, self._back_end = spec, weights.back_end
         tower, shapes, names = spec.tower, VisionShapes.of(spec), spec.tower.weights
         own = weights.below(names.prefixes, names.embedding, names)
@@ -62,7 +65,7 @@ class VisionTower:
             positions = like(table, positions)
         self._positions = positions
         self._norm = None if shapes.pre_norm is None else make_norm(tower, own, shapes.pre_norm)
-        program = build_program(tower, own, ProgramInputs({}, np.zeros(1, np.int64)))
+        program = build_program(tower, own, ProgramInputs({}, progress))
         require_ops(self._back_end.name, program.ops)
         require_attention(self._back_end.attention, program.ops, own.dtype)
         self._program, self.itemsize = self._back_end.fuse(program), own.dtype.itemsize
@@ -71,6 +74,10 @@ class VisionTower:
             spec.projector_prefixes, spec.projector[0], replace(names, is_transposed=spec.is_projector_transposed)
         )
         self._projector = TowerProjector(shapes.projector, projector, tower.norm_eps, is_layer=False, offset=1.0)
+
+    def layer_flops(self, num_tokens: int) -> float:
+        """Return the operations of a layer for an image, the mean of all layers."""
+        return flops(self.spec) / self.spec.tower.num_layers
 
     def encode(self, pixels: NDArray[np.float32]) -> Tensor:
         """Return the rows of an image [num_tokens, hidden_size], of the model's dtype.

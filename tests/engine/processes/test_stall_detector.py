@@ -1,12 +1,14 @@
 """A layer that takes long is in time as long as its work explains that."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
 
 import pytest
 
+from quire.core.images import PromptImage
 from quire.core.plan import StepPlan
 from quire.engine.assembly import AssembledEngine
 from quire.engine.processes import engine_process as process
@@ -58,6 +60,24 @@ def test_layers_set_the_pace_for_those_after_them(clock: Clock) -> None:
     clock.now_s += 2.5 * LATE_FACTOR * 0.02
     assert not detector.is_on_time(3)
     assert detector.is_on_time(4)
+
+
+def test_an_image_may_take_what_its_encoder_takes(clock: Clock) -> None:
+    cost = replace(COST, of_image=lambda num_tokens: 1e9 * num_tokens)
+    image = PromptImage(0, 100, 0, (10, 10), (3, 1, 1), b"")
+    step = StepPlan(starts=[0], counts=[4], encodings=[image])
+    assert cost.of(step) == 1e11
+    assert cost.of(StepPlan(starts=[0], counts=[4])) == COST.of(step)
+    detector = StallDetector(cost, 1, clock)
+    detector.begin_step(step)
+    clock.now_s += 1e11 / FLOOR_FLOPS_PER_S * 0.99
+    assert detector.is_on_time(0)
+    clock.now_s += MIN_MEASURED_S
+    assert detector.is_on_time(1)
+    clock.now_s += 1e11 / FLOOR_FLOPS_PER_S * 0.99
+    assert detector.is_on_time(1), "a rate of layers of two kinds is none"
+    clock.now_s += 1e11 / FLOOR_FLOPS_PER_S * 0.02
+    assert not detector.is_on_time(1)
 
 
 def test_short_step_that_hangs_is_late_at_once(clock: Clock) -> None:

@@ -468,7 +468,9 @@ def _make_heartbeat(assembled: "AssembledEngine", beat: Callable[[], None]) -> H
     if str(assembled.model.device) != "cpu":
         return Heartbeat(lambda: int(progress[0]), beat)
     # This engine's, not the machine's: engines divide its CPUs, and so do the ranks of one.
-    detector = StallDetector(LayerCost(*assembled.model.layer_flops), threads_of_kernels(), time.monotonic)
+    tower = getattr(assembled.model, "vision", None)
+    cost = LayerCost(*assembled.model.layer_flops, None if tower is None else tower.layer_flops)
+    detector = StallDetector(cost, threads_of_kernels(), time.monotonic)
     assembled.engine.on_submit = detector.begin_step
     return Heartbeat(lambda: int(progress[0]), beat, detector.is_on_time)
 

@@ -166,15 +166,22 @@ MIN_MEASURED_S = 0.5        # shorter times do not predict long layers: the hear
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Floating-point operations of one layer: for each token, and for each pair of a token and one in its context."""
+    """Floating-point operations of one layer: for each token, and for each pair of a token and one in its context.
+
+    `of_image`: those of a layer of the encoder of images, by an image's placeholders; None: there is none.
+    """
 
     per_token: float
     per_pair: float
+    of_image: Callable[[int], float] | None = None
 
     def of(self, plan: StepPlan) -> float:
-        """Return the operations of one layer for a step."""
+        """Return the operations of one layer for a step, of its largest image if those are more."""
         num_pairs = sum(count * (start + count) for start, count in zip(plan.starts, plan.counts, strict=True))
-        return self.per_token * sum(plan.counts) + self.per_pair * num_pairs
+        work = self.per_token * sum(plan.counts) + self.per_pair * num_pairs
+        if plan.encodings and self.of_image is not None:
+            work = max(work, *(self.of_image(image.num_tokens) for image in plan.encodings))
+        return work
 
 
 class StallDetector:
@@ -199,7 +206,7 @@ class StallDetector:
         now_s, work = self._clock(), self._cost.of(self._plan)
         num_new, passed_s = num_layers - self._num_layers, now_s - self._since_s
         if num_new > 0:
-            if passed_s >= MIN_MEASURED_S:
+            if passed_s >= MIN_MEASURED_S and not self._plan.encodings:  # with images layers differ
                 self._rate = num_new * work / passed_s
             self._num_layers, self._since_s = num_layers, now_s
             return True
