@@ -41,10 +41,10 @@ CONFIG: dict[str, object] = {  # config.json of a model with vision
     **TEXT_CONFIG, "text_config": TEXT_CONFIG, "image_token_index": 63, "mm_tokens_per_image": 49,
     "vision_config": {"hidden_size": 64, "num_attention_heads": 4, "model_type": "clip_vision_model"},
 }
+SECTIONS = {"rope_parameters": {"mrope_section": [3, 3, 2]}}
 OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architecture has in its place
-    "Qwen2_5_VLForConditionalGeneration": {
-        "text_config": TEXT_CONFIG | {"rope_parameters": {"mrope_section": [2, 3, 3]}}
-    },
+    "Qwen2VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"num_heads": 16}},
+    "Qwen2_5_VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS},
     "Qwen3VLForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": [8, 16]}},
 }
 Family = Callable[[ConfigReader], DecoderSpec]
@@ -98,6 +98,7 @@ class Cases:
         "Gemma3": "Gemma3ForConditionalGeneration",
         "Llava": "LlavaForConditionalGeneration",
         "Mistral3": "Mistral3ForConditionalGeneration",
+        "Qwen2VL": "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VL": "Qwen3VLForConditionalGeneration",
         "Qwen3_5Text": "Qwen3_5ForCausalLM",

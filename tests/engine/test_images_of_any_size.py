@@ -61,7 +61,13 @@ QWEN3 = {
     },
     "vision_config": QWEN3_VISION, "image_token_id": IMAGE,
 }  # fmt: skip
+QWEN2 = QWEN25 | {
+    "vision_config": {
+        "depth": 3, "embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2, "num_heads": 4, "patch_size": 7,
+    },
+}  # fmt: skip
 FAMILIES = {"qwen2_5_vl": ("Qwen2_5_VL", QWEN25), "qwen3_vl": ("Qwen3VL", QWEN3)}
+OTHERS = {"qwen2_vl": ("Qwen2VL", QWEN2)}     # as the first one in all else
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
 SIZES = ((28, 112), (42, 70), (14, 56), (70, 14), (14, 14))     # pixels; rows of 8, 5, 4 and 1
@@ -69,7 +75,7 @@ SIZES = ((28, 112), (42, 70), (14, 56), (70, 14), (14, 14))     # pixels; rows o
 
 def make_reference(family: str, **changes: object) -> "transformers.PreTrainedModel":
     """Return a model of transformers with random parameters."""
-    name, config = FAMILIES[family]
+    name, config = (FAMILIES | OTHERS)[family]
     torch.manual_seed(3)
     make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
     model = make(settings(**{**config, **changes})).eval()
@@ -165,16 +171,17 @@ def alone(folder: Path) -> list[list[Answer]]:
     [
         ("qwen2_5_vl", {}),
         ("qwen2_5_vl", {"fullatt_block_indexes": [0, 2], "window_size": 42}),
+        ("qwen2_vl", {}),
         ("qwen3_vl", {}),
         ("qwen3_vl", {"deepstack_visual_indexes": [2], "hidden_act": "gelu"}),
         ("qwen3_vl", {"deepstack_visual_indexes": []}),
     ],
-    ids=["qwen2.5", "qwen2.5, other windows", "qwen3", "qwen3, last layer", "qwen3, no layers"],
+    ids=["qwen2.5", "qwen2.5, other windows", "qwen2", "qwen3", "qwen3, last layer", "qwen3, no layers"],
 )
 def test_a_tower_equals_transformers(
     family: str, changes: dict[str, object], back_end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vision = FAMILIES[family][1]["vision_config"]
+    vision = (FAMILIES | OTHERS)[family][1]["vision_config"]
     assert isinstance(vision, dict)
     model = make_reference(family, vision_config=vision | changes)
     model.save_pretrained(tmp_path)
@@ -184,6 +191,8 @@ def test_a_tower_equals_transformers(
     found = [torch.as_tensor(np.asarray(decoder.vision.encode(pixels(each).numpy()))) for each in (*order, 0)]
     torch.testing.assert_close(torch.cat(found[:-1]), features(model, order), rtol=0, atol=TOLERANCE)
     assert torch.equal(found[-1], found[0])
+    assert decoder.progress[0] == len(found) * decoder.vision.spec.tower.num_layers
+    assert decoder.vision.layer_flops(16) > 2 * 16 * 4 * 32 * (32 * 4 + 2 * 48)  # of its projections
     assert "not used" not in caplog.text
     assert decoder.num_parameters == num_parameters(decoder.spec)
     if back_end == "cpp":
@@ -218,6 +227,12 @@ def test_answers_equal_transformers(folder: Path) -> None:
         assert expected.argmax(-1).tolist() == list(branch.token_ids)
         ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
         torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_answers_of_other_families_equal_transformers(family: str, tmp_path: Path) -> None:
+    make_reference(family).save_pretrained(tmp_path)
+    test_answers_equal_transformers(tmp_path)
 
 
 def test_files_as_published_and_as_in_memory_are_one_model(folder: Path, tmp_path: Path) -> None:

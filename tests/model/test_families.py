@@ -32,7 +32,7 @@ NUM_FORCED = 64
 NUM_GREEDY = 24          # every position is compared with forced tokens
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
     name: f"{name}ForConditionalGeneration"
-    for name in ("Gemma3", "Llava", "Mistral3", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
+    for name in ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
 }  # of classes that are not called as the rest
 NAMES |= {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
@@ -102,6 +102,7 @@ QWEN_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
     "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "num_position_embeddings": 9,
 }  # fmt: skip
+QWEN2_VISION = {"embed_dim": 16, "hidden_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
 MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED = LLAMA | SPECIAL | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -512,6 +513,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         {
             "text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": CLIP, "image_token_index": 159,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2-vl": (
+        "Qwen2VL",
+        {
+            "text_config": LLAMA | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+            "vision_config": QWEN2_VISION, "image_token_id": 159,
+        },
+    ),
+    "qwen2-vl, tied": (
+        "Qwen2VL",
+        {
+            "text_config": LLAMA | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+            "vision_config": QWEN2_VISION, "image_token_id": 159, "tie_word_embeddings": True,
         },
     ),
     "qwen2.5-vl": (

@@ -97,7 +97,7 @@ _QWEN_VL = {
     "temporal_patch_size": 2, "merge_size": 2, "image_mean": _CLIP["image_mean"], "image_std": _CLIP["image_std"],
 }  # fmt: skip
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {    # transformers'
-    "llava": _CLIP, "gemma3": _GEMMA3, "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL,
+    "llava": _CLIP, "gemma3": _GEMMA3, "qwen2_vl": _QWEN_VL, "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL,
 }  # fmt: skip
 _READ = frozenset((
     "do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_convert_rgb", "do_pad", "do_pan_and_scan", "size",

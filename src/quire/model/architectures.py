@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "OPTForCausalLM": opt.opt,
     "Phi3ForCausalLM": llama_variants.phi3,
     "Qwen2_5_VLForConditionalGeneration": multimodal.qwen2_5_vl,
+    "Qwen2VLForConditionalGeneration": multimodal.qwen2_vl,
     "Qwen2MoeForCausalLM": mixture.qwen2_moe,
     "Qwen3MoeForCausalLM": mixture.qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next.qwen3_next,

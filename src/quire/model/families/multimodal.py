@@ -56,6 +56,10 @@ SIGLIP_SIZES = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 16, "num_channels": 3,
 }  # fmt: skip
+QWEN2_VL_SIZES = {
+    "depth": 32, "embed_dim": 1280, "num_heads": 16, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}  # fmt: skip
 QWEN25_VL_SIZES = {
     "depth": 32, "hidden_size": 3584, "intermediate_size": 3420, "num_heads": 16, "in_channels": 3, "patch_size": 14,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
@@ -118,12 +122,28 @@ def vision_of(family: str, config: ConfigReader, spec: DecoderSpec) -> VisionSpe
     return _gemma3_vision(config, _tower(config, SIGLIP_SIZES), spec)
 
 
+def qwen2_vl(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a Qwen2-VL (Wang et al. 2024): images of any size, positions by row and column."""
+    text, spec = _qwen2_text(config)
+    if not config.has("vision_config"):
+        return spec
+    own = _tower(config, QWEN2_VL_SIZES)
+    width, ratio = own.size("embed_dim"), own.number("mlp_ratio", 4)
+    own = own.replaced(hidden_size=width, out_hidden_size=own.raw("hidden_size"))
+    activation = own.choice("hidden_act", ACTIVATIONS, default="quick_gelu")
+    names = replace(QWEN_WEIGHTS, feed_forward_in=("mlp.fc1",), feed_forward_out="mlp.fc2")
+    return _with_qwen_vision(
+        config, own, spec, family="qwen2_vl",
+        tower=_qwen_tower(own, FeedForward(int(width * ratio), activation, True), 0, "layer", names),
+        merging=Merging(_axes(text, spec, (16, 24, 24), is_interleaved=False)),
+        projector_norm="merger.ln_q",
+        projector=("merger.mlp.0", "merger.mlp.2"),
+    )  # fmt: skip
+
+
 def qwen2_5_vl(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen2.5-VL (Bai et al. 2025): windows in the encoder, positions by row and column."""
-    text = config
-    if config.has("text_config"):
-        text = _text(config, {}, is_tied=False)
-    spec = _within(qwen2(_without_mrope(text, 1e6)), ("model.language_model.", "model."))
+    text, spec = _qwen2_text(config)
     if not config.has("vision_config"):
         return spec
     own = _tower(config, QWEN25_VL_SIZES)
@@ -131,22 +151,25 @@ def qwen2_5_vl(config: ConfigReader) -> DecoderSpec:
     merge, patch_size = own.size("spatial_merge_size", limit=MAX_MERGE), own.size("patch_size")
     num_layers, window = own.size("depth", limit=MAX_LAYERS), own.size("window_size", limit=MAX_WINDOW)
     merging = Merging(
-        axes=axes,
-        num_frames=own.size("temporal_patch_size", limit=MAX_FRAMES),
-        window=window // merge // patch_size,
-        whole_layers=own.indices("fullatt_block_indexes", num_layers),
+        axes, window=window // merge // patch_size, whole_layers=own.indices("fullatt_block_indexes", num_layers)
     )
     if not merging.window:
         raise config.error(f"window_size {window} has no square of {merge} x {merge} patches of {patch_size} pixels")
     feed_forward = FeedForward(own.size("intermediate_size"), own.choice("hidden_act", GATED, default="silu"), True)
-    return replace(spec, vision=VisionSpec(
-        family="qwen2_5_vl",
-        tower=_qwen_tower(own, feed_forward, num_layers, 0, "rms", QWEN_WEIGHTS),
+    return _with_qwen_vision(
+        config, own, spec, family="qwen2_5_vl",
+        tower=_qwen_tower(own, feed_forward, 0, "rms", QWEN_WEIGHTS),
         merging=merging,
         projector_norm="merger.ln_q",
         projector=("merger.mlp.0", "merger.mlp.2"),
-        **_qwen_sizes(config, own, spec, patch_size, merge),
-    ))  # fmt: skip
+    )  # fmt: skip
+
+
+def _qwen2_text(config: ConfigReader) -> tuple[ConfigReader, DecoderSpec]:
+    """Return the config and the spec of a text model, which is no part of the config in published ones."""
+    text = _text(config, {}, is_tied=False) if config.has("text_config") else config
+    text = text.with_default("rms_norm_eps", 1e-5)
+    return text, _within(qwen2(_without_mrope(text, 1e6)), ("model.language_model.", "model."))
 
 
 def qwen3_vl(config: ConfigReader) -> DecoderSpec:
@@ -164,46 +187,48 @@ def qwen3_vl(config: ConfigReader) -> DecoderSpec:
         raise config.error(f"deepstack_visual_indexes must be {limit}, got {deep_layers!r:.80}")
     if math.isqrt(num_positions) ** 2 != num_positions:
         raise config.error(f"num_position_embeddings {num_positions} must be a square")
-    merging = Merging(
-        axes=_axes(text, spec, (24, 20, 20), is_interleaved=True),
-        num_frames=own.size("temporal_patch_size", limit=MAX_FRAMES),
-        deep_layers=tuple(deep_layers),
-    )
+    merging = Merging(_axes(text, spec, (24, 20, 20), is_interleaved=True), deep_layers=tuple(deep_layers))
     activation = own.choice("hidden_act", ACTIVATIONS, default="gelu_pytorch_tanh")
     feed_forward = FeedForward(own.size("intermediate_size"), activation, True)
     names = replace(QWEN_WEIGHTS, feed_forward_in=("mlp.linear_fc1",), feed_forward_out="mlp.linear_fc2")
-    merge, patch_size = own.size("spatial_merge_size", limit=MAX_MERGE), own.size("patch_size")
-    return replace(spec, vision=VisionSpec(
-        family="qwen3_vl",
-        tower=_qwen_tower(own, feed_forward, num_layers, num_positions, "layer", names),
+    return _with_qwen_vision(
+        config, own, spec, family="qwen3_vl",
+        tower=_qwen_tower(own, feed_forward, num_positions, "layer", names),
         has_patch_bias=True,
         merging=merging,
         projector_norm="merger.norm",
         projector=("merger.linear_fc1", "merger.linear_fc2"),
-        **_qwen_sizes(config, own, spec, patch_size, merge),
-    ))  # fmt: skip
+    )  # fmt: skip
 
 
-def _qwen_sizes(
-    config: ConfigReader, own: ConfigReader, spec: DecoderSpec, patch_size: int, merge: int
-) -> dict[str, Any]:
-    """Return the fields of an encoder that all Qwen-VL have."""
+def _with_qwen_vision(
+    config: ConfigReader, own: ConfigReader, spec: DecoderSpec, *, merging: Merging, **fields: Any  # noqa: ANN401
+) -> DecoderSpec:
+    """Return the spec of a text model with an encoder: its fields, and those that all Qwen-VL have."""
     width = own.size("out_hidden_size", spec.hidden_size)
     if width != spec.hidden_size:
         raise config.error(f"out_hidden_size {width} must be the text model's hidden_size {spec.hidden_size}")
-    return {
-        "image_token_id": _image_token(config, spec, 151_655), "image_size": 0, "patch_size": patch_size,
-        "num_channels": own.size("in_channels"), "hidden_size": spec.hidden_size, "pool": merge,
-        "projector_activation": "gelu", "projector_has_bias": True, "patches": "patch_embed.proj",
-        "projector_prefixes": QWEN_WEIGHTS.prefixes,
-    }  # fmt: skip
+    return replace(spec, vision=VisionSpec(
+        image_token_id=_image_token(config, spec, 151_655),
+        image_size=0,
+        patch_size=own.size("patch_size"),
+        num_channels=own.size("in_channels"),
+        hidden_size=spec.hidden_size,
+        pool=own.size("spatial_merge_size", limit=MAX_MERGE),
+        projector_activation="gelu",
+        projector_has_bias=True,
+        patches="patch_embed.proj",
+        projector_prefixes=QWEN_WEIGHTS.prefixes,
+        merging=replace(merging, num_frames=own.size("temporal_patch_size", limit=MAX_FRAMES)),
+        **fields,
+    ))  # fmt: skip
 
 
 def _qwen_tower(
-    own: ConfigReader, feed_forward: FeedForward, num_layers: int, num_positions: int, norm: NormKind, names: WeightMap
+    own: ConfigReader, feed_forward: FeedForward, num_positions: int, norm: NormKind, names: WeightMap
 ) -> DecoderSpec:
     """Return the layers of an encoder with rotary positions by row and column."""
-    num_heads = own.size("num_heads")
+    num_heads, num_layers = own.size("num_heads"), own.size("depth", limit=MAX_LAYERS)
     head_dim = own.divided("hidden_size", num_heads)
     if head_dim % 4:
         raise own.error(f"heads of {head_dim} dimensions cannot be rotated by row and column: multiples of 4 can")
@@ -252,7 +277,7 @@ def _axes(
         raise rope.error(f"mrope_section must be three numbers of pairs, {num_pairs} in all, got {shown!r:.80}")
     if not is_interleaved:
         return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    if max(sections[1:]) * 3 > num_pairs:
+    if max(sections[1] * 3 - 2, sections[2] * 3 - 1) > num_pairs:
         raise rope.error(f"mrope_section {sections} does not fit in turns into {num_pairs} pairs")
     own = {index: axis for axis in (1, 2) for index in range(axis, sections[axis] * 3, 3)}
     return tuple(own.get(index, 0) for index in range(num_pairs))
