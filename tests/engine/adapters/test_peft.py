@@ -81,6 +81,10 @@ MIXTURE = SIZES | {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 40, "norm_topk_prob": True,
 }  # fmt: skip
+HYBRID = SIZES | {
+    "head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-2, "initializer_range": 0.1,
+}  # fmt: skip
 FALCON = SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -98,6 +102,8 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
         ("Qwen3Moe", MIXTURE | {"head_dim": 8}, ["q_proj", "v_proj", "o_proj"]),
         ("Qwen2Moe", MIXTURE, ["q_proj", "k_proj"]),
         ("Olmoe", MIXTURE, ["v_proj", "o_proj"]),
+        ("Qwen3_5Text", HYBRID, ["q_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"]),
+        ("Qwen3Next", HYBRID | MIXTURE, ["q_proj", "in_proj_qkvz", "out_proj"]),
         ("Lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}, ["in_proj", "out_proj", "k_proj", "w1", "w2"]),
     ],
 )
