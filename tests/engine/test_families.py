@@ -49,6 +49,12 @@ CONFIGS: dict[str, dict[str, object]] = {
         "architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN,
     },
     "olmo": SIZES | {"architectures": ["OlmoForCausalLM"], "clip_qkv": 0.8},
+    "qwen3_next": SIZES | {
+        "architectures": ["Qwen3NextForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6,
+        "full_attention_interval": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+    },
 }  # fmt: skip
 PROMPTS = [[(7 * i + start) % 97 for i in range(length)] for start, length in enumerate((37, 3, 41, 38))]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)

@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.arrays import dtype_name
+from quire.core.errors import ConfigError
+from quire.kernels.back_end import require_ops
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.delta_net import MAX_SNAPSHOTS, DeltaHeads, DeltaNetSpec, StateRows, StateShape, ring_length
 from quire.kernels.reference import delta_net as reference
+from quire.kernels.special_ops import DeltaNetOp, GateOp
 from quire.kernels.torch_arrays import to_array
 from support.on_tensors import on_tensors
 
@@ -229,6 +232,13 @@ def test_plans_that_cannot_be_are_errors(entry: Entry, message: str) -> None:
     runner.step((inputs, whole(8)))
     with pytest.raises(ValueError, match=message):
         runner.step((inputs, entry))
+
+
+def test_gpus_are_refused_by_name() -> None:
+    net = DeltaNetOp("delta", 0, make_spec(), reference.delta_net, "x", "rates", "y")
+    for op, name in ((net, "DeltaNet"), (GateOp("gate", "x", "y", 8, reference.gate), "Gate")):
+        with pytest.raises(ConfigError, match=f"device cuda does not support {name} yet"):
+            require_ops("cuda", [op])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
