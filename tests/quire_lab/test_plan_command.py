@@ -144,6 +144,27 @@ def test_longest_request_is_that_of_sentence_transformers_as_in_the_engine(run: 
         assert json.loads(path.read_text())["scheduler"]["max_model_len"] == longest
 
 
+def test_slots_for_states_are_told(run: Run, tmp_path: Path) -> None:
+    """The sizes of Qwen3.5-35B-A3B: 30 delta nets with 32 value heads of 128 x 128, and rings of 5 tokens."""
+    config = {
+        "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "hidden_size": 2048,
+        "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "vocab_size": 248_320, "moe_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8, "shared_expert_intermediate_size": 512, "torch_dtype": "bfloat16",
+        "max_position_embeddings": 262_144,
+    }  # fmt: skip
+    write_json(tmp_path / "config.json", config)
+    flags = ["--device-memory", "128GiB", "--kv-cache-memory", "8GiB", "--json", tmp_path / "plan.json"]
+    ran = run("plan", tmp_path, *flags)
+    assert ran.code == 0, ran.err
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["slot_bytes"] == 30 * (32 * 128 * 128 * 4 + 5 * (2 * 16 * 128 + 32 * 128 + 2 * 32) * 2)
+    assert plan["cache"]["num_state_slots"] == (4 << 30) // plan["slot_bytes"] == 65
+    assert plan["kv_bytes_per_token"] == 10 * 2 * 256 * 2 * 2
+    assert "65 slots of 62.4 MiB, 4.0 GiB: at most 43 sequences at once" in " ".join(ran.out.split())
+
+
 def test_bytes_of_short_convolutions_are_told(run: Run, tmp_path: Path) -> None:
     """LFM2-1.2B as published: 6 layers of attention with 8 KV heads of 64, 10 of convolutions over 3 tokens."""
     config = {

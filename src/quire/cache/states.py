@@ -70,6 +70,7 @@ class SequenceState:
     committed: int = 0
     wanted: set[int] = field(default_factory=set)  # positions of snapshots that others are likely to need
     snapshots: list[HeldSnapshot] = field(default_factory=list)  # not in the tree yet; ascending
+    holds_wanted: bool = False          # whether one of them is for others
 
 
 class SnapshotTree(PrefixTree):
@@ -253,9 +254,10 @@ class States:
     def publish(self) -> None:
         """Let snapshots of running sequences be found that others want; those of its output move on with it."""
         for seq_id, state in self._states.items():
-            if state.snapshots:
+            if state.holds_wanted:
                 wanted = [each for each in self._written(state) if each.position in state.wanted]
                 state.snapshots = self._attach(state, self._tables[seq_id], wanted)
+                state.holds_wanted = any(each.position in state.wanted for each in state.snapshots)
 
     def _slot_to_write(self, state: SequenceState) -> int:
         """Return the slot that a state is written to: its own, if it has no other holder, or another."""
@@ -281,8 +283,8 @@ class States:
 
         At the last full block of its prompt, where others need one, and at the last full block of its output.
         """
-        if state.path is None or self._tree is None:
-            return []
+        if state.path is None or self._tree is None or committed // self._size == state.committed // self._size:
+            return []                                   # most steps of decoding pass no end of a block
         state.wanted.add((num_prompt_tokens - 1) // self._size * self._size)
         found = {each for each in state.wanted if committed < each <= state.committed}
         border = state.committed // self._size * self._size
@@ -302,6 +304,7 @@ class States:
             slot = self.slots.allocate(1)[0]
             state.snapshots.append(HeldSnapshot(position, slot, self._num_planned))
             taken.append((position, slot))
+            state.holds_wanted |= position in state.wanted
         self._num_taken += len(taken)
         return tuple(taken)
 
