@@ -231,6 +231,7 @@ def test_dead_engine_fails_the_call_and_is_started_again(demo_model: Path) -> No
         llm.kv_stats()
 
 
+@pytest.mark.usefixtures("tests_frozen")
 def test_engines_end_with_the_object_and_with_the_process(demo_model: Path) -> None:
     llm = LLM(demo_model, **SETTINGS, data_parallel_size=2)
     pids = pids_of(llm)

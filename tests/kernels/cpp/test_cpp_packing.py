@@ -40,6 +40,7 @@ def test_weights_share_pages_and_no_bytes() -> None:
     assert address(taken[1]) - address(taken[0]) == ALIGNMENT
 
 
+@pytest.mark.usefixtures("tests_frozen")
 @pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell what is mapped")
 def test_memory_goes_back_with_the_last_weight() -> None:
     memory = PackedMemory()

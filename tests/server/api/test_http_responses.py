@@ -66,6 +66,7 @@ def test_client_that_goes_while_nothing_is_sent_is_noticed(server: OpenAIServer,
     server.wait_until(server.is_idle)
 
 
+@pytest.mark.usefixtures("tests_frozen")
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize(
     ("num_prompts", "prompt"), [(1, lambda: [5] * 997), (2, lambda: [[5] * 997, [6] * 997])], ids=["one", "two"]
