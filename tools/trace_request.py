@@ -32,7 +32,7 @@ from quire.server.options import ServerOptions
 # test fails below `SLACK` of a budget, too.
 BUDGETS = {
     "decode": {"calls": 107, "files": 33, "moves": 61},
-    "completion": {"calls": 307, "files": 32, "moves": 150},
+    "completion": {"calls": 310, "files": 32, "moves": 150},
 }
 SLACK = 0.85  # Python 3.12 makes no call of a comprehension, a fifteenth of the calls of 3.11
 
