@@ -3,10 +3,11 @@
     python bench/images.py --files FOLDER           # written at first: CLIP-L/336 and a small Llama, random weights
     python bench/images.py --files FOLDER --llama-cpp LIBRARIES --mtmd libmtmd.so --llama-server PROGRAM
 
-FOLDER gets the model as a folder and as llama.cpp's two files. LIBRARIES are llama.cpp 0.5.0's (`make real`); libmtmd
-and llama-server are in no package, and are built from the same version's source, linked with these libraries. A and B
-alternate, and medians and ranges of all rounds are printed. All have as many threads. `--only` chooses a part. With
-`OMP_NUM_THREADS=1` times in process are of the CPU: beside other work two threads of llama.cpp spin at barriers.
+FOLDER gets the model as a folder and as llama.cpp's two files. LIBRARIES are llama.cpp 0.5.0's (`make real`);
+libmtmd and llama-server are in no package, and are built from the same version's source, the first of them as in
+findings/llama_cpp_llava_class_token.sh; the libraries lie beside llama-server. A and B alternate, and medians and
+ranges of all rounds are printed. All have as many threads. `--only` chooses a part. With `OMP_NUM_THREADS=1` times in
+process are of the CPU: beside other work two threads of llama.cpp spin at barriers.
 """
 
 import base64
@@ -106,14 +107,17 @@ def write(folder: Path) -> None:
         (folder / kind / "model.safetensors").unlink()
 
 
-def encoders(files: Path, rounds: int, libraries: Path | None, mtmd: Path | None, threads: int) -> None:
-    """Time the encoder and projector in bfloat16, and float16."""
+def encoders(
+    files: Path, rounds: int, dtypes: list[str], libraries: Path | None, mtmd: Path | None, threads: int
+) -> None:
+    """Time the encoder and projector in some dtypes."""
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
 
     pixels = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     given = np.random.default_rng(0).standard_normal((3, SIDE, SIDE), np.float32)
-    for dtype, kind in (("bfloat16", "bf16"), ("float16", "f16")):
+    for dtype in dtypes:
+        kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
         theirs = transformers.LlavaForConditionalGeneration.from_pretrained(files / "model", dtype=dtype).eval().model
         torch.set_num_threads(threads)
         tensor = torch.from_numpy(given)[None].to(theirs.dtype)
@@ -256,13 +260,14 @@ def main(
     files: Annotated[Path, typer.Option()],
     llama_cpp_folder: Annotated[Path | None, typer.Option("--llama-cpp")] = None,
     mtmd: Path | None = None, llama_server: Path | None = None, rounds: int = 5, only: str = "",
+    dtypes: str = "bfloat16,float16",
 ) -> None:  # fmt: skip
     """Print the times of all parts, or of one: write, encoders, questions, texts, servers."""
     threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
     if not files.exists():
         write(files)
     if only in ("", "encoders"):
-        encoders(files, rounds, llama_cpp_folder, mtmd, threads)
+        encoders(files, rounds, dtypes.split(","), llama_cpp_folder, mtmd, threads)
     if only in ("", "questions"):
         questions(files, rounds, threads)
     if only in ("", "texts"):

@@ -1,6 +1,6 @@
 """llama.cpp's encoder of images by its C interface, as `tools/mtmd/mtmd.h` of version 0.5.0 has it.
 
-No package has the library: it is built from the source (`make real`) and linked with the package's libraries.
+No package has the library: findings/llama_cpp_llava_class_token.sh builds it, linked with a package's libraries.
 """
 
 import ctypes
