@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -25,7 +27,8 @@ from quire.server.options import ServerOptions
 from quire.server.traces import CallTrace, Traces
 from support.http_app import ask, make_app
 from support.openai_server import OpenAIServer, openai_server
-from support.server import wait_until
+from support.records import unpacked, whole_record
+from support.server import ENTRY, running_server, wait_until
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -381,6 +384,60 @@ def test_page_counts_dropped_spans() -> None:
     app = make_app()
     app.state.service.metrics.spans_dropped(7)
     assert 'quire:trace_spans_dropped_total{engine="0"} 7.0' in ask(app, "GET", "/metrics").text
+
+
+# --- beside all else that operators look at ---------------------------------------------------------------------------
+
+
+def test_no_prompt_no_answer_no_key_and_no_salt_is_in_anything_for_operators(
+    demo_model: Path, tmp_path: Path, collector: Collector
+) -> None:
+    """Spans, a record, a profile, logs, metrics, the terminal's view and debug routes, of one run that fails, too."""
+    operator, text = {"Authorization": "Bearer an-operator-to-keep"}, f"{TEXT}, with words enough to be found, and more"
+    folders = {name: tmp_path / name for name in ("records", "profiles", "logs")}
+    folders["logs"].mkdir()
+    flags = {
+        "num-kv-blocks": 64, "max-model-len": 200, "api-key": KEY, "operator-api-key": "an-operator-to-keep",
+        "record": folders["records"], "profile-dir": folders["profiles"], "log-file": folders["logs"] / "log",
+        "log-level": "debug", "otlp-traces-endpoint": collector.url,
+    }  # fmt: skip
+    given = (f"--{name}={value}" for name, value in flags.items())
+    found, body = dict[str, bytes](), GREEDY | {"cache_salt": SALT, "max_tokens": 24}
+    stopped = body | {"prompt": text, "stop": ["a stop to keep"], "logprobs": 1}
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": TEXT}]
+    with running_server(str(demo_model), "--enable-debug", *given, is_new=True) as server:
+        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120) as http:
+            assert http.post("/start_profile", headers=operator).status_code == 200
+            ended = http.post(COMPLETIONS, json=stopped).json()
+            streamed = http.post(CHATS, json=body | {"messages": messages, "stream": True}).text
+            assert streamed.endswith("data: [DONE]\n\n")
+            regex = {"structured_outputs": {"regex": "(to-keep)+"}, "prompt": text}
+            assert http.post(COMPLETIONS, json=body | regex).status_code == 200
+            assert http.post(COMPLETIONS, json=body | {"prompt": text * 99}).status_code == 400
+            assert http.post(COMPLETIONS, content=text.encode()).status_code == 400
+            assert http.get("/v1/models", headers={"Authorization": "Bearer another-to-keep"}).status_code == 401
+            assert http.post("/stop_profile", headers=operator).status_code == 200
+            explain = f"/v1/requests/{ended['id']}/explain"
+            for route in ("/debug/top", "/debug/kv", "/debug/blocks", "/metrics", "/status", explain):
+                answer = http.get(route, headers={} if route == explain else operator)
+                assert answer.status_code == 200, answer.text
+                found[route] = answer.content
+            for form in ([], ["--json"]):
+                top = ["top", "--url", server.url, "--once", "-i", "0.1", "--api-key", KEY, *form]
+                seen = subprocess.run([sys.executable, "-c", ENTRY, *top], capture_output=True, check=True)
+                found[f"top {*form,}"] = seen.stdout
+        assert server.stop() == 0
+        found["output"] = (server.out + server.log).encode()
+    wait_until(lambda: any(ended["id"].encode() in each for each in collector.bodies))
+    whole_record(folders["records"])
+    found["spans"] = b"".join(collector.bodies)
+    for path in (file for folder in folders.values() for file in folder.iterdir()):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+        found[str(path)] = b"".join(unpacked(path)) if path.suffix == ".quirelog" else path.read_bytes()
+    assert len(found) == 6 + 2 + 2 + 4, found.keys()     # answers, screens, output and spans, files
+    assert all(found.values())
+    for secret in ("to-keep", TEXT, "words enough", "a stop to keep", ended["choices"][0]["text"]):
+        assert [name for name, content in found.items() if secret.encode() in content] == [], secret
 
 
 # --- options --------------------------------------------------------------------------------------------------------

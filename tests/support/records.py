@@ -1,6 +1,8 @@
 """Records of schedulers that a harness drives, and of engines."""
 
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,23 @@ import pytest
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.sequence import Request
 from quire.core.version import __version__
-from quire.engine.recording.record import Event, RecordStart, Sent, decode_sent, encode_event, read_record
+from quire.engine.recording.record import (
+    Closed,
+    Event,
+    RecordError,
+    RecordStart,
+    Sent,
+    decode_sent,
+    encode_event,
+    read_record,
+)
 from quire.engine.recording.recorded_scheduler import RecordedScheduler
 from quire.engine.recording.recorder import Recorder
 from quire.engine.recording.replay import RecordReplay
 from quire.scheduling.scheduler import Scheduler, make_cache
 from quire.scheduling.waiting_lines import Lack
 from support import scheduling
+from support.server import wait_until
 
 MAX_BYTES = 1 << 30
 
@@ -67,6 +79,29 @@ class Records:
 def events_of(path: Path) -> list[Event]:
     """Return the events of a file."""
     return [event for _, event in read_record(path)]
+
+
+def whole_record(folder: Path) -> list[Event]:
+    """Wait for the end of the only record of a folder, after the end of its engine."""
+    found = list[Event]()
+
+    def is_whole() -> bool:
+        with suppress(RecordError):         # it is being written
+            found[:] = [event for path in folder.glob("*.quirelog") for event in events_of(path)]
+        return bool(found) and isinstance(found[-1], Closed)
+
+    wait_until(is_whole)
+    return found
+
+
+def unpacked(path: Path) -> list[bytes]:
+    """Return the contents of a file's chunks."""
+    content, offset, chunks = path.read_bytes(), 10, []
+    while offset < len(content):
+        length = int.from_bytes(content[offset : offset + 4], "big")
+        chunks.append(zlib.decompress(content[offset + 20 : offset + 20 + length]))
+        offset += 20 + length
+    return chunks
 
 
 def replayed(events: list[Event]) -> RecordReplay:

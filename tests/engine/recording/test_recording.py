@@ -4,10 +4,8 @@ import random
 import re
 import subprocess
 import sys
-import zlib
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,9 +42,8 @@ from support.openai_server import openai_server
 from support.peft_folders import write_adapter
 from support.ragged_executor import RaggedExecutor
 from support.random_model import write_random_model
-from support.records import Records, events_of, replayed
+from support.records import Records, events_of, replayed, unpacked, whole_record
 from support.scheduling import Harness, random_run
-from support.server import wait_until
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -316,19 +313,6 @@ def replace_n(params: SamplingParams, n: int) -> SamplingParams:
     return replace(params, n=n, temperature=1.0, seed=7)
 
 
-def whole_record(folder: Path) -> list[record.Event]:
-    """Wait for the end of the only record of a folder, after the end of its engine."""
-    found = list[record.Event]()
-
-    def is_whole() -> bool:
-        with suppress(RecordError):         # it is being written
-            found[:] = [event for path in folder.glob("*.quirelog") for event in events_of(path)]
-        return bool(found) and isinstance(found[-1], Closed)
-
-    wait_until(is_whole)
-    return found
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -431,16 +415,6 @@ def test_record_has_no_prompt_no_answer_and_no_salt(demo_model: Path, tmp_path: 
             some = ids[start : start + 3]
             assert array("i", some).tobytes() not in content
             assert msgspec.msgpack.encode(some)[1:] not in content
-
-
-def unpacked(path: Path) -> list[bytes]:
-    """Return the contents of a file's chunks."""
-    content, offset, chunks = path.read_bytes(), 10, []
-    while offset < len(content):
-        length = int.from_bytes(content[offset : offset + 4], "big")
-        chunks.append(zlib.decompress(content[offset + 20 : offset + 20 + length]))
-        offset += 20 + length
-    return chunks
 
 
 def test_folder_that_cannot_be_written_is_an_error(demo_model: Path, tmp_path: Path) -> None:
