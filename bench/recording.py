@@ -1,8 +1,9 @@
 """What a record costs an engine, and how fast it is replayed: steps of decodes without a model, on the real classes.
 
 One engine runs without either, with a record and with the ring of recent plans in turns of random order: engines
-beside each other differ by more than that, as their objects lie elsewhere. Times are of the CPU of the engine's thread,
-so that other work on the machine is not part of them. The recorder's process has a CPU of its own.
+beside each other differ by more than that, as their objects lie elsewhere. Turns are short, so that what else the
+machine does is alike for all. Times are of the CPU of the engine's thread, so that other work on the machine is not
+part of them. The recorder's process has a CPU of its own.
 """
 
 import random
@@ -15,6 +16,8 @@ from pathlib import Path
 from statistics import median, quantiles
 
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.deltas import SequenceDelta
+from quire.core.plan import StepPlan, StepResult
 from quire.engine.engine import RecentPlans
 from quire.engine.options import EngineOptions
 from quire.engine.recording.fault_files import encode_whole
@@ -24,9 +27,22 @@ from quire.engine.recording.replay import RecordReplay
 from quire.scheduling.scheduler import Scheduler, make_cache
 from quire_lab.bench.control_plane import decoding_engine
 
-# Python's interpreter adapts its code to the scheduler's class: the first steps of a turn are not measured.
-ROUNDS, WARM_UP, STEPS, PROMPT_LEN, BLOCK_SIZE = 100, 120, 100, 64, 16
+ROUNDS, WARM_UP, STEPS, PROMPT_LEN, BLOCK_SIZE = 1500, 5, 15, 64, 16    # the first steps of a turn are not measured
 KINDS = "nothing", "a record", "the ring"
+
+
+class _Switched(RecordedScheduler):
+    """A scheduler that records while `is_recorded` is set: of another class, Python would adapt its code anew."""
+
+    is_recorded = False
+
+    def schedule(self, now_s: float = 0.0) -> StepPlan:
+        return RecordedScheduler.schedule(self, now_s) if self.is_recorded else Scheduler.schedule(self, now_s)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        if self.is_recorded:
+            return RecordedScheduler.update(self, plan, result)
+        return Scheduler.update(self, plan, result)
 
 
 def main() -> None:
@@ -45,15 +61,17 @@ def _measure_steps(num_seqs: int) -> None:
     line = Line(process, ours)
 
     def make(config: SchedulerConfig, cache: CacheConfig) -> Scheduler:
-        return RecordedScheduler(config, make_cache(cache), line)
+        return _Switched(config, make_cache(cache), line)
 
     engine = decoding_engine(num_seqs, ROUNDS * (WARM_UP + STEPS) * len(KINDS), PROMPT_LEN, BLOCK_SIZE, make=make)
+    scheduler = engine.scheduler
+    assert isinstance(scheduler, _Switched)
     ring, rng = RecentPlans(4 << 20, encode_whole), random.Random(0)
     step_us: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(ROUNDS):
         for kind in rng.sample(KINDS, len(KINDS)):
             engine.recent = ring if kind == "the ring" else None
-            engine.scheduler.__class__ = RecordedScheduler if kind == "a record" else Scheduler
+            scheduler.is_recorded = kind == "a record"
             for _ in range(WARM_UP):
                 engine.step()
             began_s = time.thread_time()
@@ -81,7 +99,7 @@ def _measure_replay(num_seqs: int, folder: Path) -> None:
         engine.step()
     scheduler = engine.scheduler
     assert isinstance(scheduler, RecordedScheduler)
-    scheduler.sink.close()
+    scheduler.close()
     (path,) = folder.iterdir()
     began_s = time.perf_counter()
     events = (event for _, event in read_record(path))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.config import CacheConfig, SchedulerConfig
+from quire.core.frames import LENGTH_BYTES
 from quire.core.sequence import Request
 from quire.core.version import __version__
 from quire.engine.recording.record import (
@@ -15,9 +16,7 @@ from quire.engine.recording.record import (
     Event,
     RecordError,
     RecordStart,
-    Sent,
     decode_sent,
-    encode_event,
     read_record,
 )
 from quire.engine.recording.recorded_scheduler import RecordedScheduler
@@ -36,11 +35,14 @@ class _Sink:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.flush, self.close = recorder.flush, recorder.close
 
-    def put(self, event: Sent, now_s: float = 0.0) -> None:
-        (event,) = decode_sent(b"\x91" + encode_event(event))
-        self._recorder.put(event)
+    def send(self, events: bytes | bytearray) -> None:
+        for event in decode_sent(events[LENGTH_BYTES:]) if events else ():
+            self._recorder.put(event)
+
+    def close(self) -> None:
+        assert not self._recorder.is_over, "a step was not repeatable"
+        self._recorder.close()
 
 
 class Records:
@@ -51,6 +53,7 @@ class Records:
     ) -> None:
         self._folder, self._keeps_tokens, self._max_bytes = folder, keeps_tokens, max_bytes
         self.recorder: Recorder | None = None       # the latest harness's
+        self._scheduler: RecordedScheduler | None = None
         self._num_made = 0
         monkeypatch.setattr(scheduling, "make_scheduler", self._make)
 
@@ -60,7 +63,8 @@ class Records:
         self._num_made += 1
         start = RecordStart(__version__, config, cache, self._keeps_tokens)
         recorder = self.recorder = Recorder(start, self._folder, str(self._num_made), self._max_bytes)
-        return RecordedScheduler(config, make_cache(cache), _Sink(recorder), unprepared)
+        self._scheduler = RecordedScheduler(config, make_cache(cache), _Sink(recorder), unprepared)
+        return self._scheduler
 
     @property
     def path(self) -> Path:
@@ -70,9 +74,8 @@ class Records:
 
     def close(self) -> Path:
         """End the latest record, which must be whole; return its file."""
-        assert self.recorder is not None, "a harness was made"
-        assert not self.recorder.is_over, "a step was not repeatable"
-        self.recorder.close()
+        assert self._scheduler is not None, "a harness was made"
+        self._scheduler.close()
         return self.path
 
 

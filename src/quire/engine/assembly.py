@@ -98,7 +98,7 @@ class AssembledEngine:
         if self.ranks is not None:
             self.ranks.close()
         if isinstance(self.engine.scheduler, RecordedScheduler):
-            self.engine.scheduler.sink.close()
+            self.engine.scheduler.close()
 
 
 def assemble(

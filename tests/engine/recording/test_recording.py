@@ -19,18 +19,22 @@ from quire.core.config import PreemptionKind
 from quire.core.errors import ConfigError
 from quire.core.plan import StepPlan
 from quire.engine.options import EngineOptions
-from quire.engine.recording import record, recorder, snapshot
+from quire.engine.recording import record, recorded_scheduler, recorder, snapshot
 from quire.engine.recording.record import (
     Closed,
     Planned,
     RecordError,
     RecordStart,
     Resumed,
+    Returned,
+    Sent,
     chunk,
     encode_event,
+    encode_into,
     head,
     read_record,
     shown,
+    whole_check,
 )
 from quire.engine.recording.recorded_scheduler import RecordedScheduler
 from quire.engine.recording.replay import DifferenceError
@@ -146,23 +150,31 @@ def test_engine_that_plans_otherwise_than_its_recorder_ends_the_record(
         harness.add(length, max_tokens=200, ignore_eos=True)
     scheduler = harness.scheduler
     assert isinstance(scheduler, RecordedScheduler)
-    add_up, num_steps = scheduler._add_up, 0
+    num_steps = 0
     for _ in range(10):
         harness.step()
+    scheduler._send()
     assert records.recorder is not None
     assert not records.recorder.is_over
 
-    def otherwise(plan: StepPlan) -> int:
-        return add_up(msgspec.structs.replace(plan, **{field: one_more(getattr(plan, field))}))
+    def check(plan: StepPlan) -> int:
+        return whole_check(msgspec.structs.replace(plan, **{field: one_more(getattr(plan, field))}))
 
-    scheduler._add_up = otherwise
+    def encode(event: Sent, batch: bytearray, at: int) -> None:
+        if isinstance(event, Returned) and field == "table_blocks":
+            event = msgspec.structs.replace(event, blocks=one_more(event.blocks))
+        encode_into(event, batch, at)
+
+    monkeypatch.setattr(recorded_scheduler, "whole_check", check)
+    monkeypatch.setattr(recorded_scheduler, "encode_into", encode)
     while not records.recorder.is_over:
         harness.step()
+        scheduler._send()
         num_steps += 1
         assert num_steps <= latest
     closed = events_of(records.path)[-1]
     assert isinstance(closed, Closed)
-    assert closed.reason.startswith(f"step {10 + num_steps} could not be repeated: another checksum")
+    assert closed.reason.startswith(f"step {10 + num_steps} could not be repeated: another plan")
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------

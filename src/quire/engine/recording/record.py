@@ -97,17 +97,25 @@ class Updated(Struct, tag="result", array_like=True, frozen=True):
 
 
 class PlanChecked(Struct, tag="checked", array_like=True, frozen=True):
-    """A step was planned: `Planned` on its way to a recorder, which makes the plan itself and compares the checksum."""
+    """A step was planned: `Planned` on its way to a recorder, which makes the plan itself and compares `check`.
+
+    `check`: of a whole plan by `whole_check`, or its new blocks; None: there is none.
+    """
 
     now_s: float | None
-    checksum: int | None
+    check: int | list[int] | None
     lacks: list[tuple[int, WaitReason, bool]] = []
 
 
-class Returned(Struct, tag="result", array_like=True, frozen=True):
-    """`Updated` on its way to a recorder: encoded with its result at once."""
+class Returned(Struct, tag="returned", array_like=True, frozen=True):
+    """A step was over: `Updated` on its way to a recorder.
+
+    `now_s`: behind the `PlanChecked` with it and `blocks`, one event being half the work of two; None: that was sent.
+    """
 
     result: StepResult
+    now_s: float | None = None
+    blocks: list[int] = []
 
 
 class RolledBack(Struct, tag="rolled_back", array_like=True, frozen=True):
@@ -207,7 +215,7 @@ def _as_bytes(value: object) -> bytes:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_as_bytes)
 _decode_plan = msgspec.msgpack.Decoder(RecordedPlan).decode
 encode_event, encode_into = _encoder.encode, _encoder.encode_into
-decode_sent = msgspec.msgpack.Decoder(list[PlanChecked | Updated | _Call]).decode
+decode_sent = msgspec.msgpack.Decoder(list[Sent]).decode
 _decode_events = msgspec.msgpack.Decoder(list[Event]).decode
 
 
@@ -235,33 +243,9 @@ def decode_plan(plan: bytes) -> RecordedPlan:
     return _decode_plan(plan)
 
 
-_WHOLE_EVERY = 64                 # plans
-
-
-class PlanChecksum:
-    """Running checksum of the plans of a run: equal where these are, and the ones before.
-
-    Most plans decode the sequences of the plan before once more, from the next position on: looking at all of their
-    entries takes 2 % of the time of scheduling them. So every 64th plan and those that change rows are part of it as
-    wholes, and of the others their new blocks. A decision that differs is in the state of a scheduler, so it shows in
-    the plans behind it, too.
-    """
-
-    def __init__(self) -> None:
-        self._last, self._value, self._num_left = StepPlan(), 0, _WHOLE_EVERY
-
-    def add(self, plan: StepPlan) -> int:
-        """Return the checksum behind the next plan."""
-        if plan is self._last:          # it was planned while another step ran
-            return self._value
-        self._last = plan
-        self._num_left -= 1
-        if not self._num_left or plan.new_rows or plan.copies or plan.row_forks or plan.swap_outs or not plan.rows:
-            self._num_left = _WHOLE_EVERY
-            self._value = hash((self._value, crc32(encode_plan(plan))))     # hashes of bytes differ by process
-        elif plan.table_blocks:
-            self._value = hash((self._value, *plan.table_blocks))
-        return self._value
+def whole_check(plan: StepPlan) -> int:
+    """Return the CRC of what a record has of a plan."""
+    return crc32(encode_plan(plan))
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

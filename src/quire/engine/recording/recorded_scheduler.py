@@ -1,8 +1,8 @@
-"""A scheduler that tells of each call that changes its later plans, with a checksum of each plan.
+"""A scheduler that tells of each call that changes its later plans, and of each plan what is compared.
 
 It plans what a scheduler without a record plans. A recorder makes the same plans from these calls, so that the engine
-has not to encode them. Texts of errors, logprobs of requests that do not search, and vectors
-are left out: no plan depends on them.
+has not to encode them. A plan is sent with its result: one event is half the work of two. Texts of errors, logprobs of
+requests that do not search, and vectors are left out: no plan depends on them.
 """
 
 import logging
@@ -32,7 +32,6 @@ from quire.engine.recording.record import (
     Added,
     Held,
     PlanChecked,
-    PlanChecksum,
     Recording,
     RequestEnded,
     Requeued,
@@ -42,6 +41,7 @@ from quire.engine.recording.record import (
     encode_event,
     encode_into,
     record_start,
+    whole_check,
 )
 from quire.scheduling.scheduler import Scheduler, make_cache
 from quire.scheduling.waiting_lines import Lack
@@ -49,29 +49,40 @@ from quire.scheduling.waiting_lines import Lack
 log = logging.getLogger(__name__)
 
 
+_SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
+_BATCH_HEAD = Layout(">IBI")    # head of a frame with a list of msgpack
+_LIST = 0xDD
+_WHOLE_EVERY = 64               # plans
+
+
 class Sink(Protocol):
-    """What takes the events: a recorder, or the way to one in another process."""
+    """What takes frames of events: a recorder, or the way to one in another process."""
 
-    def put(self, event: Sent, now_s: float = 0.0) -> None:
-        """Take the next event. `now_s`: the time by the engine's clock, where it is known."""
-
-    def flush(self) -> None:
-        """Send, or write, what was taken."""
+    def send(self, events: bytes | bytearray) -> None:
+        """Take a frame with the next events, or none."""
 
     def close(self) -> None:
         """End the record; on return it is whole. Idempotent."""
 
 
 class RecordedScheduler(Scheduler):
-    """A scheduler that gives its events to `sink`, which it flushes when no request is left, or a step has failed."""
+    """A scheduler that sends its events to `sink`, at once when no request is left, or a step has failed.
+
+    Most plans decode the sequences of the plan before once more, from the next position on, and are told as their new
+    blocks, together with their results. Those that change rows, and every 64th, are told as wholes. A decision that
+    differs is in the state of a scheduler, so it shows in the plans behind it, too.
+    """
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCacheManager, sink: Sink,
         unprepared: Callable[[Request], Lack | None] = lambda request: None,
     ) -> None:  # fmt: skip
-        self.sink, self._put, self._flush = sink, sink.put, sink.flush
-        self._add_up = PlanChecksum().add
+        self.sink = sink
+        self._batch, self._num_events = bytearray(_BATCH_HEAD.size), 0
+        self._now_s = self._due_s = 0.0                           # when the last step was planned; when to send next
         self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step that is being planned
+        self._num_left = _WHOLE_EVERY                             # plans until the next one that is told as a whole
+        self._untold: list[int] | None = None                     # new blocks of a plan that is told with its result
 
         def asked(request: Request) -> Lack | None:
             lack = unprepared(request)
@@ -81,76 +92,118 @@ class RecordedScheduler(Scheduler):
 
         super().__init__(config, cache, unprepared=asked)
 
+    def close(self) -> None:
+        """Send what is left, and end the record."""
+        self._send()
+        self.sink.close()
+
+    def _tell(self, event: Sent) -> None:
+        """Put an event behind the plan that has no result yet."""
+        if self._untold is not None:
+            planned, self._untold = PlanChecked(self._now_s, self._untold), None
+            self._put(planned)
+        self._put(event)
+
+    def _put(self, event: Sent) -> None:
+        encode_into(event, self._batch, -1)
+        self._num_events += 1
+        if len(self._batch) >= _SENT_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        """Send what was told."""
+        batch, self._batch = self._batch, bytearray(_BATCH_HEAD.size)
+        _BATCH_HEAD.pack_into(batch, 0, len(batch) - LENGTH_BYTES, _LIST, self._num_events)
+        self.sink.send(batch if self._num_events else b"")
+        self._num_events = 0
+
     def add(self, request: Request) -> None:
         """Queue a request, as `Scheduler.add`."""
         super().add(request)
-        self._put(Added(request.arrived_s, msgspec.Raw(encode_event(add_message(request)))))
+        self._tell(Added(request.arrived_s, msgspec.Raw(encode_event(add_message(request)))))
 
     def abort(self, request_id: int) -> bool:
         """End a request, as `Scheduler.abort`."""
         is_known = super().abort(request_id)
         if is_known:
-            self._put(RequestEnded(request_id))
-            self._flush()
+            self._tell(RequestEnded(request_id))
+            self._send()
         return is_known
 
     def finish(self, request_id: int, index: int) -> bool:
         """End one branch, as `Scheduler.finish`."""
         is_known = super().finish(request_id, index)
         if is_known:
-            self._put(RequestEnded(request_id, index))
+            self._tell(RequestEnded(request_id, index))
         return is_known
 
-    # These three are called in each step: a method of the class above is called by its name, as super() takes longer.
+    # These three are called in each step: a method of the class above is called by its name, as super() takes longer,
+    # and their work is done in them, as a call of another object's method costs more than encoding 16 tokens.
 
     def schedule(self, now_s: float = 0.0) -> StepPlan:
         """Plan the next step, as `Scheduler.schedule`."""
+        assert self._untold is None, "a step without a result or a rollback"
         try:
             plan = Scheduler.schedule(self, now_s)
         except BaseException:
-            self._put(PlanChecked(now_s, None, self._lacks), now_s)
+            self._tell(PlanChecked(now_s, None, self._lacks))
             self._lacks = []
             raise
-        self._put(PlanChecked(now_s, self._add_up(plan), self._lacks), now_s)
-        if self._lacks:
+        self._now_s = now_s
+        self._num_left -= 1
+        if self._num_left and plan.rows and not (
+            plan.new_rows or plan.copies or plan.row_forks or plan.swap_outs or self._lacks
+        ):  # fmt: skip
+            self._untold = plan.table_blocks
+        else:
+            self._num_left = _WHOLE_EVERY
+            self._tell(PlanChecked(now_s, whole_check(plan), self._lacks))
             self._lacks = []
         return plan
 
     def schedule_next(self) -> StepPlan | None:
         """Plan the step after the one under way, as `Scheduler.schedule_next`."""
         plan = Scheduler.schedule_next(self)
-        self._put(PlanChecked(None, None if plan is None else self._add_up(plan)))
+        self._tell(PlanChecked(None, None if plan is None else plan.table_blocks))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         """Record a step, as `Scheduler.update`."""
-        has_more = result.prompt_logprobs or result.failures or result.logprobs is not None
-        self._put(Returned(_planned_by(result, self.queues.running) if has_more else result))
+        told = result
+        if result.prompt_logprobs or result.failures or result.logprobs is not None:
+            told = _planned_by(result, self.queues.running)
+        now_s, blocks = self._now_s, self._untold
+        encode_into(Returned(told) if blocks is None else Returned(told, now_s, blocks), self._batch, -1)
+        self._untold = None
+        self._num_events += 1
+        if now_s >= self._due_s or len(self._batch) >= _SENT_BYTES:
+            self._due_s = now_s + _SENT_S
+            self._send()
         deltas = Scheduler.update(self, plan, result)
         if not self.queues.requests:
-            self._flush()
+            self._send()
         return deltas
 
     def roll_back(self) -> list[int]:
         """Roll back a failed step, as `Scheduler.roll_back`."""
-        self._put(RolledBack())
-        self._flush()
+        self._tell(RolledBack())
+        self._send()
         return super().roll_back()
 
     def requeue_running(self) -> None:
         """Preempt all running requests, as `Scheduler.requeue_running`."""
         super().requeue_running()
-        self._put(Requeued())
+        self._tell(Requeued())
 
     def hold_all_but(self, request_ids: Collection[int]) -> None:
         """Keep all requests but these out of steps, as `Scheduler.hold_all_but`."""
         super().hold_all_but(request_ids)
-        self._put(Held(list(request_ids)))
+        self._tell(Held(list(request_ids)))
 
     def release_all(self) -> None:
         """Let all requests take part in steps, as `Scheduler.release_all`."""
         super().release_all()
-        self._put(Held(None))
+        self._tell(Held(None))
 
 
 def _planned_by(result: StepResult, running: Iterable[Request]) -> StepResult:
@@ -165,10 +218,7 @@ def _planned_by(result: StepResult, running: Iterable[Request]) -> StepResult:
 # --- the way to the recorder --------------------------------------------------------------------------------------
 
 
-_SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
 _MAX_UNSENT_BYTES = 64 << 20    # beyond, the recorder does not keep up, and the record ends
-_BATCH_HEAD = Layout(">IBI")    # head of a frame with a list of msgpack
-_LIST = 0xDD
 
 
 class Line:
@@ -177,26 +227,13 @@ class Line:
     def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         connection.setblocking(False)
         self._process, self._connection = process, connection
-        self._is_over, self._due_s = False, 0.0                 # when to send next
-        self._batch, self._num_events = bytearray(_BATCH_HEAD.size), 0
+        self._is_over = False
         self._unsent = bytearray()
 
-    def put(self, event: Sent, now_s: float = 0.0) -> None:
-        """Send an event, soon."""
-        encode_into(event, self._batch, -1)
-        self._num_events += 1
-        if now_s >= self._due_s or len(self._batch) >= _SENT_BYTES:
-            self._due_s = max(self._due_s, now_s + _SENT_S)
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what has been put."""
-        if self._num_events:
-            _BATCH_HEAD.pack_into(self._batch, 0, len(self._batch) - LENGTH_BYTES, _LIST, self._num_events)
-            self._num_events = 0
-            if not self._is_over:
-                self._unsent += self._batch
-            del self._batch[_BATCH_HEAD.size :]
+    def send(self, events: bytes | bytearray) -> None:
+        """Send events, as many as the socket takes now, and others later."""
+        if not self._is_over:
+            self._unsent += events
         try:
             while self._unsent and not self._is_over:
                 del self._unsent[: self._connection.send(self._unsent)]
@@ -210,7 +247,7 @@ class Line:
         """End the record, and wait for the recorder."""
         if not self._is_over:
             self._connection.settimeout(STOP_TIMEOUT_S)
-            self.flush()
+            self.send(b"")
         self._is_over = True
         self._connection.close()
         wait_or_kill([self._process])

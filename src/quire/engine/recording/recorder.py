@@ -16,7 +16,7 @@ from typing import IO
 import msgspec
 
 from quire.core.frames import read_frame
-from quire.core.plan import decode_result, encode
+from quire.core.plan import encode
 from quire.engine.messages import AddRequest, add_message, decode_command
 from quire.engine.recording.record import (
     Added,
@@ -26,7 +26,9 @@ from quire.engine.recording.record import (
     Recording,
     RecordStart,
     Resumed,
+    Returned,
     RolledBack,
+    Sent,
     Updated,
     chunk,
     decode_sent,
@@ -70,8 +72,13 @@ class Recorder:
         numbers = range(max(0, self._num_files - 2), self._num_files)
         return [self._folder / f"{self._name}-{number}.quirelog" for number in numbers]
 
-    def put(self, event: PlanChecked | Event) -> None:
+    def put(self, event: Sent) -> None:
         """Take the next event."""
+        if isinstance(event, Returned) and event.now_s is not None:
+            self._put(PlanChecked(event.now_s, event.blocks))
+        self._put(event)
+
+    def _put(self, event: Sent) -> None:
         if self.is_over:
             return
         try:
@@ -144,14 +151,14 @@ class Recorder:
         self._file.flush()
         self._num_bytes += len(content)
 
-    def _sealed(self, event: Event) -> Event:
+    def _sealed(self, event: Returned | Event) -> Event:
         if isinstance(event, Added):
             added = decode_command(event.request)
             assert isinstance(added, AddRequest), f"a request, not {added}"
             sealed = self._sealer.request(added.request)
             return Added(event.arrived_s, msgspec.Raw(encode_event(add_message(sealed))))
-        if isinstance(event, Updated):
-            return Updated(msgspec.Raw(encode(self._sealer.result(decode_result(event.result)))))
+        if isinstance(event, Returned):
+            return Updated(msgspec.Raw(encode(self._sealer.result(event.result))))
         return event
 
 

@@ -13,7 +13,6 @@ from quire.engine.recording.record import (
     Fault,
     Held,
     PlanChecked,
-    PlanChecksum,
     Planned,
     RecordError,
     RecordStart,
@@ -24,6 +23,7 @@ from quire.engine.recording.record import (
     RolledBack,
     Updated,
     encode_plan,
+    whole_check,
 )
 from quire.engine.recording.snapshot import restore, snapshot
 from quire.scheduling.scheduler import Scheduler, make_scheduler
@@ -52,7 +52,6 @@ class RecordReplay:
         self._num_open = 0                                  # steps that were planned and are not over
         self.end: str | None = None                         # why the record ends; None: it does not, yet
         self.plan: bytes | None = None                      # the last one
-        self._checksum = PlanChecksum()
         self.now_s = 0.0                                    # when the last step was planned, by the engine's clock
         self.deltas: list[SequenceDelta] = []               # the last step's that is over
         self._lacks: dict[int, Lack] = {}                   # met by the step that is planned next
@@ -112,11 +111,11 @@ class RecordReplay:
             raise RecordError(f"the state at the beginning of the record cannot be read: {error!r}") from error
 
     def check(self, event: PlanChecked) -> Planned:
-        """Plan a step, and return it as a record has it. DifferenceError if the checksum is another."""
-        has_plan = event.checksum is not None
+        """Plan a step, and return it as a record has it. DifferenceError if it is another one."""
+        has_plan = event.check is not None
         plan = self._plan(event.now_s, event.lacks, b"" if has_plan else None)
-        if (None if plan is None else self._checksum.add(plan)) != event.checksum:
-            raise DifferenceError(self.num_steps, None, self.plan, "another checksum, of it or of one shortly before")
+        if event.check != (plan and (whole_check(plan) if isinstance(event.check, int) else plan.table_blocks)):
+            raise DifferenceError(self.num_steps, None, self.plan, "another plan, or one shortly before")
         return Planned(event.now_s, self.plan, event.lacks)
 
     def _plan(
