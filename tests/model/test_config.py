@@ -1,11 +1,13 @@
 """config.json in its spellings, and what of it ends in the spec."""
 
+import re
+
 import numpy as np
 import pytest
 
 from quire.core.errors import ModelError
 from quire.kernels.reference.back_ends import TORCH
-from quire.model.config import spec_from_config
+from quire.model.config import num_parameters, spec_from_config
 from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
@@ -150,6 +152,48 @@ def test_published_models_with_latents_have_the_sizes_of_their_papers(
     assert kv_bytes_per_token(published, 2) == token_bytes
     assert KVGeometry.of(published, "bfloat16").bytes_per_token(16) == token_bytes
     assert weight_bytes(published, "bfloat16") / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+QWEN3_5 = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {"tie_word_embeddings": False}}
+QWEN3_5_MOE = QWEN3_5 | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+    "intermediate_size": 5632, "vocab_size": 151_936, "max_position_embeddings": 262_144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "token_kib", "num_states"),
+    [(QWEN3_5, 8.95, 32, 24), (QWEN3_5_MOE, 34.7, 20, 30), (QWEN3_NEXT, 79.67, 24, 36)],
+)
+def test_published_models_with_delta_nets_have_the_sizes_of_their_configs(
+    config: dict[str, object], billions: float, token_kib: int, num_states: int
+) -> None:
+    """A state is float32 [128, 128] for each of 32 heads; behind it are the inputs of 5 tokens, in whole lines."""
+    published = spec_from_config(config)
+    assert num_parameters(published) / 1e9 == pytest.approx(billions, rel=0.002)
+    geometry = KVGeometry.of(published, "bfloat16")
+    assert geometry.bytes_per_token(16) == token_kib * 1024
+    inputs = 5 * (2 * 16 * 128 + 32 * 128 + 2 * 32) * 2
+    assert geometry.slot_bytes == num_states * (32 * 128 * 128 * 4 + -(-inputs // 64) * 64)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attn_output_gate", False, "attn_output_gate = False is not supported yet: results of attention are gated"),
+        ("output_gate_type", "sigmoid", "output_gate_type = 'sigmoid' is not supported yet: results of delta nets"),
+        ("use_sliding_window", True, "use_sliding_window = True is not supported yet"),
+        ("layer_types", ["mamba"], "layer_types must be a list of linear_attention or full_attention"),
+        ("layer_types", ["full_attention"], "layer_types has 1 entries for 32 layers"),
+        ("linear_num_value_heads", 24, "24 value heads do not divide among 16 key heads"),
+        ("linear_key_head_dim", 24, "keys of 24 dimensions are not supported: multiples of 16 are"),
+        ("linear_conv_kernel_dim", 17, "linear_conv_kernel_dim must be an integer from 1 to 16, got 17"),
+    ],
+)
+def test_delta_nets_that_are_not_computed_are_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        spec_from_config(QWEN3_5 | {"text_config": {key: value}})
 
 
 def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:

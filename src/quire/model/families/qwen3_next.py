@@ -93,6 +93,8 @@ def _hybrid(config: ConfigReader) -> DecoderSpec:
     config = config.with_default("head_dim", HEAD_DIM)
     config.reject("mlp_bias", False, why="its feed-forwards have no biases")
     config.reject("use_sliding_window", False, why="its attention has no window")
+    config.reject("attn_output_gate", True, why="results of attention are gated")
+    config.reject("output_gate_type", "swish", "silu", why="results of delta nets are gated by silu")
     spec = llama(config, partial_rotary=PARTIAL_ROTARY)
     spec = spec.with_attention(has_query_key_norm=True, has_output_gate=True)
     net = DeltaNet(
