@@ -171,7 +171,7 @@ def slots(gguf: Path, libraries: Path, num_tokens: NumTokens = 8192, rounds: int
         save.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32, array, size]
         load.argtypes = [*save.argtypes, ctypes.POINTER(size)]
         first = [each % 30_000 for each in tokens(num_tokens + NUM_ANSWERED, 1)]
-        second = [each % 30_000 for each in tokens(NUM_NEW, 2)]
+        seconds_of = [[each % 30_000 for each in tokens(NUM_NEW, 2 + number)] for number in range(rounds)]
         room = num_tokens + NUM_ANSWERED + NUM_NEW + 16
         with llama_cpp.LlamaCpp(libraries, model, room) as theirs:
             for start in range(0, len(first), 512):
@@ -184,7 +184,7 @@ def slots(gguf: Path, libraries: Path, num_tokens: NumTokens = 8192, rounds: int
             generate(llm, first, 1)
             disk_of(llm).drain(60.0)
         ours_s, theirs_s = list[float](), list[float]()
-        for _ in range(rounds):
+        for second in seconds_of:   # of each round: those of the round before are in the folder by now
             with llama_cpp.LlamaCpp(libraries, model, room) as theirs:
                 _decode(library, theirs, second[:8], 0)
                 library.llama_memory_seq_rm(library.llama_get_memory(theirs._context), 0, 0, -1)

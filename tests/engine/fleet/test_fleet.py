@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -452,12 +452,12 @@ def test_engines_killed_in_each_phase_cost_no_token_and_no_block(demo_model: Pat
         assert await answered(stream) == (expected[1], 1, 0)
         await settled()
         # The same is stopped there: the other one gives it up.
-        with stopped(pid_of(fleet, 1)):
-            stream = await ask(fleet, salted(2))
-            await until(lambda: stream.metrics.engine == 1)
-            os.kill(pid_of(fleet, 0), signal.SIGSTOP)
-        assert await answered(stream) == (expected[2], 1, 0)
-        os.kill(pid_of(fleet, 0), signal.SIGCONT)
+        with ExitStack() as held:
+            with stopped(pid_of(fleet, 1)):
+                stream = await ask(fleet, salted(2))
+                await until(lambda: stream.metrics.engine == 1)
+                held.enter_context(stopped(pid_of(fleet, 0)))
+            assert await answered(stream) == (expected[2], 1, 0)
         await settled()
         # The engine that decodes, before it has the request: the only one that is left does all of it.
         with stopped(pid_of(fleet, 0)):
