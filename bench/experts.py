@@ -29,9 +29,9 @@ from quire.kernels.cpp.cpp_packing import PackedMemory
 from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.layers import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
-from quire.model.checkpoints.dummy_weights import DummyCheckpoint
 from quire.model.checkpoints.tensor_reader import TensorReader
 from quire.model.config import expert_reads, spec_from_config
+from quire.model.dummy_weights import DummyCheckpoint
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import build_decoder

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.kernels.choice import choose_back_end
-from quire.model.checkpoints.dummy_weights import PERIOD, DummyCheckpoint, read_dummy
 from quire.model.config import num_parameters, spec_from_config
+from quire.model.dummy_weights import PERIOD, DummyCheckpoint, read_dummy
 from quire.model.loader import load_model
 from support.random_folder import MIXTURE
 from support.zero_model import FAMILIES, LLAMA, config_of, spec_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.core.errors import ModelError
-from quire.model.checkpoints.dummy_weights import read_dummy
+from quire.model.dummy_weights import read_dummy
 from support.gguf_files import convert
 from support.random_model import write_random_model
 from support.zero_model import config_of

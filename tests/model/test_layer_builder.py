@@ -15,10 +15,10 @@ from quire.kernels.layers import Linear
 from quire.kernels.program import Activations, LayerInputs
 from quire.kernels.reference.back_ends import REFERENCE
 from quire.kernels.tensors import added, like
-from quire.model.checkpoints.dummy_weights import DummyCheckpoint
 from quire.model.checkpoints.safetensors import SafetensorsCheckpoint
 from quire.model.config import num_parameters, read_config, spec_from_config
 from quire.model.decoder import Decoder
+from quire.model.dummy_weights import DummyCheckpoint
 from quire.model.kv_cache import LayerKV
 from quire.model.sharding import Cut, Ranks, Shard
 from quire.model.spec import Attention, FeedForward, LayerSpec, Part, Rotary, SpecError

@@ -55,7 +55,7 @@ def read_source(path: Path, load_format: str = "auto", mmproj: str | None = None
 
         return read_gguf(path, Path(mmproj).expanduser())
     if load_format == "dummy":
-        from quire.model.checkpoints.dummy_weights import read_dummy  # noqa: PLC0415
+        from quire.model.dummy_weights import read_dummy  # noqa: PLC0415
 
         return read_dummy(path)
     found = _format_of(path)
