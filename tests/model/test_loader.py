@@ -433,7 +433,7 @@ LATENT: dict[str, object] = {
         (LATENT | {"attention_bias": True}, "attention_bias = True is not supported yet: its projections have no bias"),
         (LATENT | {"topk_method": "greedy"}, "topk_method must be one of noaux_tc, got 'greedy'"),
         (LATENT | {"n_group": 3}, "8 experts do not divide into 1 of 3 groups of equal size"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM' is not supported yet: recurrent state"),
+        ({"architectures": ["JambaForCausalLM"]}, "JambaForCausalLM' is not supported yet: of recurrent layers, gated"),
         ({"architectures": ["T5ForConditionalGeneration"]}, "is not supported yet: of encoders, BERT,"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "alibi = True is not supported yet: biases of"),
         ({"architectures": ["FalconForCausalLM"], "new_decoder_architecture": True, "parallel_attn": False},

@@ -81,7 +81,7 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
 }).items()))
 ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
 COMPRESSED = "compressed attention and several residual streams are not computed"
-RECURRENT = "recurrent state is not kept"
+RECURRENT = "of recurrent layers, gated delta nets are computed"
 ENCODER = "of encoders, BERT, DistilBERT, RoBERTa, XLM-RoBERTa and ModernBERT are served"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": ALIBI,

@@ -162,6 +162,7 @@ ELSEWHERE = {
         (f"max_saved_session{kind}{scope}" for kind in ("s", "_bytes") for scope in ("", "_per_key")),
         "tests/server/apis/test_session_routes.py::test_saved_sessions_are_bounded",
     ),
+    "max_session_saves": "tests/server/apis/test_session_routes.py::test_saves_at_once_are_bounded",
     "pin_ttl": "tests/server/apis/test_prefix_routes.py::test_pin_expires_although_no_request_looks_for_it",
     "max_metric_labels": "tests/core/test_owner_labels.py::test_keys_beyond_the_limit_are_other",
     "idle_timeout": "tests/server/http/test_protocol.py::test_connection_without_a_request_is_closed_after_a_while",
