@@ -284,11 +284,12 @@ private:
             }
     }
 
-    // To each slot that was written, the inputs that are needed after its state.
+    // To each slot that was written, the inputs that are needed after its state. The sequence's own slot is the last: where it
+    // is the one that was read, its ring loses inputs that a snapshot near the start of the step needs.
     void keep_inputs() const {
-        if (write_ >= 0) keep_inputs(write_, commit_to_, stop_);
         for (long i = 0; i < num_stops_; i++)
             if (stops_[i].slot != write_) keep_inputs(stops_[i].slot, stops_[i].position, stops_[i].position);
+        if (write_ >= 0) keep_inputs(write_, commit_to_, stop_);
     }
 
     void keep_inputs(long to, long committed, long stop) const {

@@ -195,6 +195,21 @@ def test_no_division_of_tokens_changes_a_bit(dtype: torch.dtype, isa: str) -> No
         assert torch.equal(beside, alone)
 
 
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_snapshots_near_the_start_of_a_step_in_place_are_whole(isa: str) -> None:
+    """The inputs behind such a snapshot are those of the step before, in the ring that the step writes again."""
+    spec, inputs = make_spec(), make_inputs(30)
+    runner = Runner(reference.delta_net if isa == "reference" else kernel(isa), spec, torch.float32)
+    (expected,) = runner.step((inputs, whole(30)))
+    for start, lag, stop in ((15, 0, 24), (14, 0, 30), (13, 5, 23), (15, 5, 21)):
+        runner.step((inputs, whole(start, commit_to=start - lag)))
+        snapshots = ((start - lag + 1, 3), (16, 4))
+        runner.step((inputs, Entry(start, stop, 0, 0, start - lag, max(16, stop - 5), snapshots)))
+        for position, slot in snapshots:
+            (rest,) = runner.step((inputs, Entry(position, 30, slot, 5, position, 30)))
+            assert torch.equal(rest, expected[position:]), f"{position}, of a step from {start} to {stop}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ISAS)
 def test_kernels_agree_with_the_reference(dtype: torch.dtype, isa: str) -> None:
