@@ -209,6 +209,8 @@ class ShapeAlone:
         ({"size": {"shortest_edge": 3136}}, "max_pixels must be an integer from 1 to 178956970, got None"),
         ({"min_pixels": 10**7}, "min_pixels 10000000 is above max_pixels 1003520"),
         ({"do_resize": False}, "do_resize must be true, got False"),
+        ({"image_std": [1, 1, 1e-300]}, r"image_std must be a number from 1e-06 to 1e\+06, got 1e-300"),
+        ({"rescale_factor": 10**400}, r"rescale_factor must be a number from .* got an integer of 1329 bits"),
     ],
 )
 def test_settings_of_any_size_that_would_give_other_pixels_are_refused(
@@ -297,6 +299,10 @@ def test_settings_within_the_processors_file(tmp_path: Path) -> None:
         ({"do_normalize": False}, "do_normalize must be true, got False"),
         ({"do_pad": True}, "do_pad must be false, got True"),
         ({"image_mean": [0.5]}, "image_mean must be a list of three numbers"),
+        ({"image_mean": [0.5, 10**400, 0.5]}, r"image_mean must be a number from -1e\+06 to 1e\+06, got an integer of"),
+        ({"image_std": [0.5, 0.5, 0]}, r"image_std must be a number from 1e-06 to 1e\+06, got 0"),
+        ({"image_std": [0.5, float("nan"), 0.5]}, "image_std must be a number from 1e-06 .* got nan"),
+        ({"rescale_factor": float("inf")}, "rescale_factor must be a number from .* got inf"),
         ({"resample": 9}, "resample must be an integer from 0 to 5, got 9"),
         ({"size": {"shortest_edge": 10**9}}, "shortest_edge must be an integer from 0 to 4096"),
         ({"crop_size": {"height": 42, "width": 42}}, "images of 42 x 42 pixels, and the encoder .* reads 28 x 28"),

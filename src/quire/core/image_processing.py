@@ -31,6 +31,7 @@ MAX_ASPECT = 200            # of an image of any size, as transformers refuses o
 MAX_RESIZED_PIXELS = 1 << 25  # between the resize and the crop, where a strip would need gigabytes
 PILLOWS_PIXELS = 178_956_970  # past these Pillow refuses to open a file
 MAX_IMAGE_PIXELS = 1 << 25  # as a file's header says; larger images are not decoded
+MAX_CONSTANT, LEAST_STD = 1e6, 1e-6  # of a processor: values of pixels are finite in float32; models have 0.004 to 0.6
 
 
 class PreparedImage(msgspec.Struct, array_like=True, frozen=True):
@@ -133,7 +134,7 @@ def image_settings(
         resample=_integer(where, "resample", given["resample"], 0, 5),
         scale=_number(where, "rescale_factor", given.get("rescale_factor", 1 / 255)),
         mean=_numbers(where, "image_mean", given["image_mean"]),
-        std=_numbers(where, "image_std", given["image_std"]),
+        std=_numbers(where, "image_std", given["image_std"], LEAST_STD),
         shortest_edge=_integer(where, "shortest_edge", shortest, 0, MAX_EDGE),
         pool=pool,
         num_extra=num_extra,
@@ -190,7 +191,7 @@ def settings_of_any_size(
         resample=_integer(where, "resample", given["resample"], 0, 5),
         scale=_number(where, "rescale_factor", given.get("rescale_factor", 1 / 255)),
         mean=_numbers(where, "image_mean", given["image_mean"]),
-        std=_numbers(where, "image_std", given["image_std"]),
+        std=_numbers(where, "image_std", given["image_std"], LEAST_STD),
         pool=pool,
         min_pixels=least,
         max_pixels=most,
@@ -254,16 +255,16 @@ def _integer(where: str, name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _number(where: str, name: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ModelError(f"{where}: {name} must be a number, got {shown(value)}")
+def _number(where: str, name: str, value: object, low: float = -MAX_CONSTANT) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= MAX_CONSTANT:
+        raise ModelError(f"{where}: {name} must be a number from {low:g} to {MAX_CONSTANT:g}, got {shown(value)}")
     return float(value)
 
 
-def _numbers(where: str, name: str, values: object) -> tuple[float, float, float]:
+def _numbers(where: str, name: str, values: object, low: float = -MAX_CONSTANT) -> tuple[float, float, float]:
     if not isinstance(values, list | tuple) or len(values) != 3:
         raise ModelError(f"{where}: {name} must be a list of three numbers, got {shown(values)}")
-    red, green, blue = (_number(where, name, value) for value in values)
+    red, green, blue = (_number(where, name, value, low) for value in values)
     return red, green, blue
 
 

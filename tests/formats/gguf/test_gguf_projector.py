@@ -188,6 +188,26 @@ def test_an_encoder_of_another_family_is_refused(llava: tuple[Path, Path], tmp_p
         read_source(llava[0], mmproj=str(other))
 
 
+def test_a_norm_of_integers_is_refused(tmp_path: Path) -> None:
+    """It is stored plus 1 in a Gemma 3's file, so its values are computed while they are read."""
+    (tmp_path / "folder").mkdir()
+    text, projector = write_with_projector(write_gemma3(tmp_path / "folder"), tmp_path)
+    read, name = GGUFFile(projector), "mm.soft_emb_norm.weight"
+    tensors = {
+        each: (entry.type.name, entry.shape, bytes(read.map[entry.offset : entry.offset + entry.num_bytes]))
+        for each, entry in read.tensors.items()
+    }
+    (width,) = read.tensors[name].shape
+    metadata = {
+        key: list(read.numbers(key)) if isinstance(value, MetadataArray) else value
+        for key, value in read.metadata.items()
+    }
+    file = write_gguf(tmp_path / "integers.gguf", metadata, tensors | {name: ("I8", (width,), bytes(width))})
+    options = EngineOptions(model=str(text), mmproj=str(file), dtype="float32", device="cpu")
+    with pytest.raises(ModelError, match=f"tensor {name} has dtype I8, expected one of F64, F32, F16, BF16"):
+        load(options, text)
+
+
 def test_settings_that_have_no_encoder_are_refused(llava: tuple[Path, Path], tmp_path: Path) -> None:
     text, projector = llava
     with pytest.raises(ConfigError, match=r"mmproj .* is for a model in a GGUF file"):

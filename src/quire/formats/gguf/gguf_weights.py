@@ -33,7 +33,7 @@ from quire.formats.gguf.blocks import (
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.kernels.conversion import converted
 from quire.kernels.linear_weight import CODEBOOK4, INT4, INT8, STRIP_ROWS, LinearWeight, Table, WeightPortions
-from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, require_tensor
+from quire.model.checkpoints.tensor_reader import FLOAT_DTYPES, Checkpoint, TensorReader, require_tensor
 from quire.model.quantization import (
     Activations,
     Quantization,
@@ -162,7 +162,8 @@ class GGUFCheckpoint:
 
     def dtype(self, name: str) -> str:
         """Return the dtype of what `read` returns."""
-        return "F32" if name in self._raised or self.is_quantized(name) else self._file.tensors[name].type.name
+        kind = self._file.tensors[name].type.name
+        return "F32" if self.is_quantized(name) or (name in self._raised and kind in FLOAT_DTYPES) else kind
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored in blocks. ModelError if they are of a type that is not read."""
