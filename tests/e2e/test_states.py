@@ -186,6 +186,8 @@ def test_what_is_not_served_is_refused_by_name(model: Path) -> None:
         LLM(model, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"kv_disk_dir '/nowhere' is not supported .* keeps states"):
         LLM(model, kv_disk_dir="/nowhere")
+    with pytest.raises(ConfigError, match="prefill_engines 1 is not supported for a model that keeps states; use 0"):
+        check_states(EngineOptions(str(model), data_parallel_size=2, prefill_engines=1), "cpu")
     with pytest.raises(ConfigError, match="device 'cuda' is not supported for a model that keeps states"):
         check_states(EngineOptions(str(model)), "cuda")
     with LLM(model, max_model_len=64, num_state_slots=4) as llm, pytest.raises(ValueError, match="n is 4"):

@@ -184,3 +184,18 @@ def test_memory_of_the_machine_is_divided_among_its_engines() -> None:
     assert (exact.num_blocks, exact.num_swap_blocks) == (2, 1)
     with pytest.raises(ConfigError, match=r"num_kv_blocks is 3, but each of 4 engines \(data_parallel_size\) needs"):
         size_engine(EngineOptions(num_kv_blocks=3, data_parallel_size=4), limits, 1 << 30)
+
+
+def test_slots_beyond_the_memory_are_refused_with_values_that_work() -> None:
+    """Beside 512 slots of 64 MiB, which kv_cache_memory had room for, and beside slots that are set."""
+    hybrid, blocks = replace(LLAMA_8B, slot_bytes=64 << 20), {"num_kv_blocks": 100}
+    with pytest.raises(ConfigError, match=rf"kv_cache_memory to at most {10 * GIB}, or leave both"):
+        size_engine(EngineOptions(kv_cache_memory="1TiB"), hybrid, free_bytes=10 * GIB)
+    cache, _ = size_engine(EngineOptions(kv_cache_memory=str(10 * GIB)), hybrid, free_bytes=10 * GIB)
+    assert cache.num_state_slots == 80
+    with pytest.raises(ConfigError, match=r"num_state_slots is 999, but slots of 67108864 bytes .* to at most 159$"):
+        size_engine(EngineOptions(num_state_slots=999, **blocks), hybrid, free_bytes=10 * GIB)
+    with pytest.raises(ConfigError, match="lower num_kv_blocks to at most 32"):
+        size_engine(EngineOptions(num_state_slots=159, **blocks), hybrid, free_bytes=10 * GIB)
+    cache, _ = size_engine(EngineOptions(num_state_slots=159, num_kv_blocks=32), hybrid, free_bytes=10 * GIB)
+    assert (cache.num_state_slots, cache.num_blocks) == (159, 32)

@@ -252,7 +252,7 @@ def check_states(options: EngineOptions, device_type: str) -> None:
     """Raise ConfigError for an option that does not reach the states that a model keeps of sequences."""
     plain = {
         "memory_policy": "paged", "batching": "continuous", "tensor_parallel_size": 1, "kv_disk_dir": None,
-        "kv_role": "none", "kv_events": None,
+        "kv_role": "none", "prefill_engines": 0, "kv_events": None,
     }  # fmt: skip
     for name, value in plain.items():
         if (given := getattr(options, name)) != value:

@@ -92,12 +92,18 @@ def size_engine(
             "of kv_cache_memory %s the KV cache takes %d bytes: %d sequences (max_num_seqs) of %d tokens use no more",
             options.kv_cache_memory, num_engines * num_blocks * block_bytes, max_num_seqs, longest,
         )  # fmt: skip
-    free_bytes -= num_slots * limits.slot_bytes
-    if num_blocks * block_bytes > free_bytes:
+    beside_slots = free_bytes - num_slots * limits.slot_bytes
+    if options.num_state_slots is not None and beside_slots < block_bytes <= free_bytes:
+        raise ConfigError(
+            f"num_state_slots is {options.num_state_slots}, but slots of {limits.slot_bytes} bytes leave no room for a "
+            f"KV block of {block_bytes} bytes in the {free_bytes} that are free; lower it to at most "
+            f"{num_engines * ((free_bytes - block_bytes) // limits.slot_bytes)}"
+        )
+    if num_blocks * block_bytes > beside_slots:
         raise ConfigError(
             f"{num_blocks} KV blocks of {options.block_size} tokens take {num_blocks * block_bytes} bytes, but "
-            f"{max(0, free_bytes)} are free{_beside_slots(num_slots, limits)}; lower num_kv_blocks to at most "
-            f"{max(0, free_bytes // block_bytes)} or kv_cache_memory to at most {max(0, free_bytes)}, or leave both to "
+            f"{max(0, beside_slots)} are free{_beside_slots(num_slots, limits)}; lower num_kv_blocks to at most "
+            f"{max(0, beside_slots // block_bytes)} or kv_cache_memory to at most {free_bytes}, or leave both to "
             "the engine"
         )
     if num_slots and most_slots(max_num_seqs) > num_slots:
