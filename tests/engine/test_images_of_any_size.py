@@ -235,6 +235,14 @@ def test_answers_of_other_families_equal_transformers(family: str, tmp_path: Pat
     test_answers_equal_transformers(tmp_path)
 
 
+@pytest.mark.parametrize("num_heads", [8, 2])
+def test_encoders_with_heads_that_no_kernel_of_the_cpu_has_are_served(num_heads: int, tmp_path: Path) -> None:
+    """Heads of 4, and of 640: PyTorch's kernels serve, as for such a text model."""
+    vision = {**QWEN25_VISION, "num_heads": num_heads, "hidden_size": 32 if num_heads == 8 else 1280, "depth": 2}
+    make_reference("qwen2_5_vl", vision_config=vision).save_pretrained(tmp_path)
+    test_answers_equal_transformers(tmp_path)
+
+
 def test_files_as_published_and_as_in_memory_are_one_model(folder: Path, tmp_path: Path) -> None:
     """As published the text model of a Qwen2.5-VL is no part of the config, and its rotary positions are `mrope`."""
     tensors = load_file(folder / "model.safetensors")

@@ -20,7 +20,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.requests.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.sizing import ModelLimits, table_positions
 from quire.execution.device import Device
-from quire.kernels.back_end import require_kv_dtype
+from quire.kernels.back_end import require_kv_dtype, serves_head_dim
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
@@ -84,8 +84,11 @@ def load(
     if options.pixel_limits != PixelLimits() and (spec.vision is None or spec.vision.merging is None):
         what = "reads text alone" if spec.vision is None else "reads images of one size"
         raise ConfigError(f"mm_processor_kwargs {options.mm_processor_kwargs!r}: the model {what}")
+    head_dim, computes_images = spec.head_dim, device_type == "cpu" and options.tensor_parallel_size == 1
+    if spec.vision is not None and computes_images and serves_head_dim(head_dim):
+        head_dim = spec.vision.tower.head_dim   # the encoder runs on the same back end
     back_end = choose_back_end(
-        device.tensor_device, isa=options.cpu_isa, head_dim=spec.head_dim, is_exact=options.exact is True,
+        device.tensor_device, isa=options.cpu_isa, head_dim=head_dim, is_exact=options.exact is True,
         attention=attention,
     )  # fmt: skip
     if options.capture_graphs and not back_end.is_capturable:

@@ -178,7 +178,7 @@ class Decoder:
         rows, values, places = batch.embeds
         x[rows] = values[:, : self.spec.hidden_size]
         if places is not None:
-            positions = np.array(batch.positions)
+            positions = np.asarray(batch.positions).copy()
             positions[rows] = self._rotary.place(places)  # the program's tables are in the same memory
             inputs = replace(inputs, positions=self.back_end.library.tensor(positions), added=(rows, values))
         return self._image_program.run(x, inputs)
