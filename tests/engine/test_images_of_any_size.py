@@ -443,6 +443,8 @@ def test_a_plan_tells_what_an_image_takes(folder: Path) -> None:
         ("qwen2_5_vl", {"window_size": 13}, "window_size 13 has no square of 2 x 2 patches of 7 pixels"),
         ("qwen2_5_vl", {"fullatt_block_indexes": [3]}, "fullatt_block_indexes must be a list of integers from 0 to 2"),
         ("qwen2_5_vl", {"out_hidden_size": 32}, "out_hidden_size 32 must be the text model's hidden_size 48"),
+        ("qwen2_vl", {"mlp_ratio": 0.01}, "mlp_ratio 0.01 of embed_dim 32 must give a width from 1 to 16777216"),
+        ("qwen2_vl", {"mlp_ratio": 1e9}, "mlp_ratio 1000000000.0 of embed_dim 32 must give a width from 1 to"),
         ("qwen2_5_vl", {"hidden_size": 24}, "heads of 6 dimensions cannot be rotated by row and column"),
         ("qwen3_vl", {"num_position_embeddings": 24}, "num_position_embeddings 24 must be a square"),
         ("qwen3_vl", {"deepstack_visual_indexes": [0, 1, 2]}, "deepstack_visual_indexes must be at most 2 layers"),
@@ -451,7 +453,7 @@ def test_a_plan_tells_what_an_image_takes(folder: Path) -> None:
     ],
 )
 def test_encoders_that_cannot_be_served_are_refused(family: str, changes: dict[str, Any], message: str) -> None:
-    name, config = FAMILIES[family]
+    name, config = (FAMILIES | OTHERS)[family]
     vision = config["vision_config"]
     assert isinstance(vision, dict)
     with pytest.raises(ModelError, match=message):

@@ -6,12 +6,13 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.core.errors import ConfigError, ModelError, UnknownPrefixError
+from quire.core.errors import ConfigError, DeadlineExceededError, ModelError, UnknownPrefixError
 from quire.core.outputs import RequestOutput
 from quire.core.step_times import chunk_work
 from quire.engine.fleet.fleet import Fleet, FleetSettings, connect_fleet
@@ -420,6 +421,21 @@ def test_request_that_is_aborted_in_either_engine_holds_nothing(demo_model: Path
         assert (await answered(await ask(fleet, apart_prompt(2))))[2] == 496
 
     with_fleet(demo_model, work, **APART)
+
+
+def test_deadline_counts_on_while_the_prompt_is_computed_apart(demo_model: Path) -> None:
+    params = replace(GREEDY, ttft_deadline_ms=100)
+
+    async def work(fleet: Fleet) -> None:
+        await connected(fleet)
+        with stopped(pid_of(fleet, 0)):
+            stream = await ask(fleet, apart_prompt(0), params)
+            await asyncio.sleep(0.11)                   # no sooner than the deadline
+        with pytest.raises(DeadlineExceededError, match="within 100 ms"):
+            await answered(stream)
+        await until(lambda: is_settled(fleet))
+
+    with_fleet(demo_model, work, **APART | {"kv_port": 15103})
 
 
 def test_engines_killed_in_each_phase_cost_no_token_and_no_block(demo_model: Path) -> None:

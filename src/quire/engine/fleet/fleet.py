@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -210,6 +211,8 @@ class Fleet(BaseClient):
         if apart is None:
             return await self._add(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         prepared = prepared._replace(metrics=(metrics := RequestMetrics(arrival_s, engine=apart)))
+        if prepared.request.received_s is None:
+            prepared.request.received_s = time.monotonic()  # deadlines of both engines count from here
         transfer = KVTransfer(secrets.token_hex(32), "")
         asked = PreparedRequest(_for_prompt(prepared.request, transfer), prepared.prompt)
         self.router.assign(asked.request, apart)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.model.config_reader import MAX_LAYERS, ConfigReader
+from quire.model.config_reader import MAX_LAYERS, MAX_SIZE, ConfigReader
 from quire.model.families.deepseek import mistral4
 from quire.model.families.gemma import gemma3_text
 from quire.model.llama import ACTIVATIONS as GATED
@@ -129,6 +129,8 @@ def qwen2_vl(config: ConfigReader) -> DecoderSpec:
         return spec
     own = _tower(config, QWEN2_VL_SIZES)
     width, ratio = own.size("embed_dim"), own.number("mlp_ratio", 4)
+    if not 1 <= width * ratio <= MAX_SIZE:
+        raise config.error(f"mlp_ratio {ratio} of embed_dim {width} must give a width from 1 to {MAX_SIZE}")
     own = own.replaced(hidden_size=width, out_hidden_size=own.raw("hidden_size"))
     activation = own.choice("hidden_act", ACTIVATIONS, default="quick_gelu")
     names = replace(QWEN_WEIGHTS, feed_forward_in=("mlp.fc1",), feed_forward_out="mlp.fc2")
