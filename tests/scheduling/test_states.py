@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from quire.cache.prefix_tree import NONE
+from quire.cache.manager import KVCacheManager
+from quire.cache.prefix_tree import NONE, PrefixMatch
 from quire.cache.states import PlannedEntry, SequenceState, States, most_slots
 from quire.core.config import PreemptionMode
 from quire.core.deltas import WAIT_REASONS
 from quire.core.errors import InvalidRequestError
 from quire.core.plan import EntryState, RowResult, StepResult
 from quire.core.sampling_params import BeamSearchParams
+from quire.scheduling import admission
 from quire.scheduling.plan_builder import PlanBuilder
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, next_token
 from support.scheduling import Harness, random_run
@@ -142,6 +144,30 @@ def test_requests_wait_for_the_one_that_computes_their_common_state_again() -> N
     prompts = [[9] * 100 + [own] * 50 for own in range(4)]
     assert cached_tokens(machine, *prompts) == [0, 0, 100, 100]
     assert [request.num_stateless_tokens for request in machine.requests.values()] == [0, 100, 0, 0]
+
+
+def test_lookups_of_blocks_without_a_state_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk of the first leaves budget, with which the others are looked at, and wait for its state."""
+    machine, prompt = harness(num_blocks=3000, num_state_slots=100, budget=3000, max_num_seqs=40), [9] * 4000
+    cached_tokens(machine, prompt, max_tokens=1)
+    tree = machine.cache.prefixes.snapshots
+    assert tree is not None
+    while tree.evict():
+        pass
+    monkeypatch.setattr(admission, "MAX_WORK", 1000)  # of three lookups: 750 blocks are in a table, 250 are not
+    match, lookups = KVCacheManager.match, list[int]()
+
+    def counted(*args: Any) -> PrefixMatch:  # noqa: ANN401
+        lookups[-1] += 1
+        return match(*args)
+
+    monkeypatch.setattr(KVCacheManager, "match", counted)
+    requests = [machine.add([*prompt, own], max_tokens=1, ignore_eos=True) for own in range(30)]
+    while machine.scheduler.queues.requests:
+        lookups.append(0)
+        machine.step()
+    assert 1 < max(lookups) < 8, lookups
+    assert [request.num_cached_tokens for request in requests] == [0, *[4000] * 29]
 
 
 def test_without_room_for_snapshots_all_run_and_nothing_is_found() -> None:

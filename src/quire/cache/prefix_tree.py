@@ -60,9 +60,9 @@ class PrefixMatch(NamedTuple):
     `num_tokens` need not be computed: those of `blocks`, all full, then the first `num_inside` of `source`, a block
     that is copied. The last token that was asked for is never among them, even if its block is. `num_in_use`: how
     many of `blocks` have an owner, so that one more costs nothing. `awaited`: the sequence that computes the block
-    after these in this step, if there is one. `num_known`: how many of `blocks` were found in a table. `num_stateless`:
-    blocks behind these that are there, but without a state of the sequence. `awaits_state`: a running sequence is to
-    leave one there.
+    after these in this step, if there is one. `num_stateless`: blocks behind these that are there, but without a state
+    of the sequence. `awaits_state`: a running sequence is to leave one there. `num_known`: how many of all that are
+    there were found in a table.
     """
 
     blocks: Sequence[int] = ()

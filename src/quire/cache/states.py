@@ -115,7 +115,7 @@ class SnapshotTree(PrefixTree):
             num_found -= 1
         blocks = match.blocks[:num_found]
         return match._replace(
-            blocks=blocks, num_tokens=num_found * self.block_size, num_known=min(match.num_known, num_found),
+            blocks=blocks, num_tokens=num_found * self.block_size, num_known=min(match.num_known, num_usable),
             num_in_use=sum(pool.ref_count(block) > 0 for block in blocks), num_stateless=num_usable - num_found,
         )  # fmt: skip
 
@@ -203,12 +203,15 @@ class States:
         if not match.num_stateless:
             return False
         stop = match.num_tokens + match.num_stateless * self._size
-        return any(
-            max(match.num_tokens, state.committed) < position <= stop
-            and num_equal_tokens(state.path.token_ids, token_ids, position) == position
-            for state in self._states.values() if state.path is not None and state.path.scope == scope
-            for position in state.wanted
-        )
+        for state in self._states.values():
+            if state.path is None or state.path.scope != scope:
+                continue
+            positions = [each for each in state.wanted if max(match.num_tokens, state.committed) < each <= stop]
+            if positions:                               # one that equals it to any of them does so to the first
+                first = min(positions)
+                if num_equal_tokens(state.path.token_ids, token_ids, first) == first:
+                    return True
+        return False
 
     # --- steps ----------------------------------------------------------------------------------------------------
 

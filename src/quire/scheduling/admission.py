@@ -43,8 +43,9 @@ class AdmissionWork:
         self.num_done += _LOOK_WORK
 
     def count_lookup(self, match: PrefixMatch) -> None:
-        """Count a lookup: the nodes that it visited, and the blocks that it found in a table."""
-        self.num_done += _LOOKUP_WORK + len(match.blocks) - match.num_known + match.num_known // _BLOCKS_PER_UNIT
+        """Count a lookup: nodes that it visited, with a state or without, and blocks that it found in a table."""
+        num_nodes = len(match.blocks) + match.num_stateless - match.num_known
+        self.num_done += _LOOKUP_WORK + num_nodes + match.num_known // _BLOCKS_PER_UNIT
 
     def count_refreshed(self) -> None:
         """Count a pending match that was refreshed from the last step."""
