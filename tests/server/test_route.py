@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 from quire.cli.route import check_urls
 from quire.core.errors import ConfigError
-from quire.server.route import MAX_MISSES
+from quire.server.route import MAX_MISSES, PROBE_PAUSE_S
 from support.server import ServerProcess, wait_until
 
 Json = dict[str, Any]
@@ -25,6 +26,7 @@ PARAMS: Json = {
     "remote_request_id": "cmpl-1", "remote_host": "10.0.0.1", "remote_port": 14579, "tp_size": 1,
 }  # fmt: skip
 PROMPT = "x" * 100
+NUM_WAITING = 20
 
 Answer = Callable[[BaseHTTPRequestHandler, Json], None]
 
@@ -192,7 +194,7 @@ def test_servers_that_give_no_sign_are_given_up_before_they_answer() -> None:
             assert count(router, "not_reached") == 1
 
 
-def test_slow_answer_of_a_healthy_server_is_waited_for() -> None:
+def test_slow_answers_of_a_healthy_server_are_waited_for_and_it_is_asked_once_a_second_for_all() -> None:
     may_answer = threading.Event()
 
     def answers_late(handler: BaseHTTPRequestHandler, body: Json) -> None:
@@ -201,11 +203,14 @@ def test_slow_answer_of_a_healthy_server_is_waited_for() -> None:
 
     with stubs(says({}, 400), answers_late) as (prefill, decode), routing(
         [prefill.url], [decode.url]
-    ) as router, ThreadPoolExecutor() as threads:
-        waiting = threads.submit(router.post, "/v1/completions", {"prompt": "a"})
+    ) as router, ThreadPoolExecutor(NUM_WAITING) as threads:
+        began_s = time.monotonic()
+        waiting = [threads.submit(router.post, "/v1/completions", {"prompt": "a"}) for _ in range(NUM_WAITING)]
         wait_until(lambda: decode.num_probes > MAX_MISSES)
+        num_probes = decode.num_probes
+        assert num_probes <= 1 + (time.monotonic() - began_s) / PROBE_PAUSE_S
         may_answer.set()
-        assert waiting.result().json() == {"ok": 2}
+        assert [each.result().json() for each in waiting] == [{"ok": 2}] * NUM_WAITING
 
 
 def test_decode_servers_that_end_are_a_clear_error(closed: str) -> None:

@@ -11,6 +11,7 @@ such as a process that is stopped, is given up: the request goes to another one,
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -56,6 +57,15 @@ class RoutedServer:
 
     def __init__(self, url: str) -> None:
         self.url, self.num_open = url.rstrip("/"), 0
+        self._probe: asyncio.Task[bool] | None = None
+        self._probed_s = -math.inf
+
+    async def gives_sign(self, is_ready: Callable[["RoutedServer"], Coroutine[None, None, bool]]) -> bool:
+        """Return whether the server is ready: it is asked once in PROBE_PAUSE_S, whatever waits for it."""
+        now_s = time.monotonic()
+        if self._probe is None or (self._probe.done() and now_s - self._probed_s >= PROBE_PAUSE_S):
+            self._probe, self._probed_s = asyncio.create_task(is_ready(self)), now_s
+        return await asyncio.shield(self._probe)    # of others, too: the end of one request does not end it
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -160,7 +170,7 @@ class RouteApp:
         task, num_missed = asyncio.create_task(asking), 0
         try:
             while not (await asyncio.wait((task,), timeout=PROBE_PAUSE_S))[0]:
-                num_missed = 0 if has_begun() or await self._is_ready(target) else num_missed + 1
+                num_missed = 0 if has_begun() or await target.gives_sign(self._is_ready) else num_missed + 1
                 if num_missed >= MAX_MISSES and not has_begun() and not task.done():
                     raise NoSignError("it gives no sign")
             return task.result()
