@@ -184,7 +184,7 @@ def slots(gguf: Path, libraries: Path, num_tokens: NumTokens = 8192, rounds: int
             generate(llm, first, 1)
             disk_of(llm).drain(60.0)
         ours_s, theirs_s = list[float](), list[float]()
-        for second in seconds_of:   # of each round: those of the round before are in the folder by now
+        for second in seconds_of:   # new in each round: those of the round before are in the folder by now
             with llama_cpp.LlamaCpp(libraries, model, room) as theirs:
                 _decode(library, theirs, second[:8], 0)
                 library.llama_memory_seq_rm(library.llama_get_memory(theirs._context), 0, 0, -1)

@@ -162,7 +162,7 @@ private:
         for (long i = 0; i < op_.key_dim; i += LANES) store(row + i, load(row + i) * factor);
     }
 
-    // Of each token and value head: what is left of the state, and the share of the token's value.
+    // For each token and value head: what is left of the state, and the share of the token's value.
     void find_rates(long first, long count) {
         const long size = rounded_up(count * group_, LANES);
         std::fill(decay_ + count * group_, decay_ + size, 0.0f), std::fill(share_ + count * group_, share_ + size, 0.0f);

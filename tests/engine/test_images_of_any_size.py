@@ -192,7 +192,7 @@ def test_a_tower_equals_transformers(
     torch.testing.assert_close(torch.cat(found[:-1]), features(model, order), rtol=0, atol=TOLERANCE)
     assert torch.equal(found[-1], found[0])
     assert decoder.progress[0] == len(found) * decoder.vision.spec.tower.num_layers
-    assert decoder.vision.layer_flops(16) > 2 * 16 * 4 * 32 * (32 * 4 + 2 * 48)  # of its projections
+    assert decoder.vision.layer_flops(16) > 2 * 16 * 4 * 32 * (32 * 4 + 2 * 48)  # its projections
     assert "not used" not in caplog.text
     assert decoder.num_parameters == num_parameters(decoder.spec)
     if back_end == "cpp":
@@ -219,7 +219,7 @@ def test_answers_equal_transformers(folder: Path) -> None:
         found = generate(llm, PROMPTS[:3], params)
     for own, asked in zip(found, PROMPTS, strict=False):
         branch, num_prompt = own.outputs[0], len(asked.token_ids)
-        assert IMAGE not in branch.token_ids            # which transformers would take for an image
+        assert IMAGE not in branch.token_ids            # transformers would take it for an image
         ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
         types = {"mm_token_type_ids": (ids == IMAGE).int(), **patches_of([each.serial for each in asked.images])}
         with torch.no_grad():
@@ -428,7 +428,7 @@ def test_the_operations_of_an_image_are_those_of_qwen() -> None:
 def test_a_plan_tells_what_an_image_takes(folder: Path) -> None:
     own = replace(HARDWARE["H100"], device="cpu")
     found = plan_memory(read_model(str(folder)), own, EngineOptions(str(folder), max_model_len=128))
-    num_tokens = (1024 // UNIT) ** 2                                # of the image that the plan names
+    num_tokens = (1024 // UNIT) ** 2                                # the image that the plan names
     width = HIDDEN * (3 if "qwen3" in folder.name else 1)
     assert (found.image_tokens, found.image_bytes) == (num_tokens, num_tokens * width * 4)
     assert found.image_size == "1024 x 1024"

@@ -154,7 +154,7 @@ def test_lookups_of_blocks_without_a_state_count_as_work(monkeypatch: pytest.Mon
     assert tree is not None
     while tree.evict():
         pass
-    monkeypatch.setattr(admission, "MAX_WORK", 1000)  # of three lookups: 750 blocks are in a table, 250 are not
+    monkeypatch.setattr(admission, "MAX_WORK", 1000)  # three lookups: 750 blocks are in a table, 250 are not
     match, lookups = KVCacheManager.match, list[int]()
 
     def counted(*args: Any) -> PrefixMatch:  # noqa: ANN401

@@ -66,7 +66,7 @@ class Stub:
 
     def __init__(self, answer: Answer) -> None:
         self.asked: list[tuple[str, Json, str | None]] = []
-        self.num_probes = 0     # of its health
+        self.num_probes = 0     # questions for its health
         stub, asked = self, self.asked
 
         class Handler(BaseHTTPRequestHandler):

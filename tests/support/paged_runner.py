@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.core.plan import MAX_SNAPSHOTS
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.isas import usable_isas
-from quire.kernels.delta_net import MAX_SNAPSHOTS, StateRows
+from quire.kernels.delta_net import StateRows
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch

@@ -22,7 +22,7 @@ class Prefixes:
 
     can_be_found = False
     events: TreeWithEvents | None = None
-    snapshots: SnapshotTree | None = None   # of a model that keeps states; else none are found
+    snapshots: SnapshotTree | None = None   # None: the model keeps no states
 
     def __init__(self, config: CacheConfig) -> None:
         self.pool = BlockPool(config.num_blocks, may_be_empty=not config.has_blocks)

@@ -24,10 +24,8 @@ from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import BlockTable
 from quire.cache.prefix_tree import NONE, Path, PrefixMatch, PrefixTree, Scope
 from quire.core.config import CacheConfig
-from quire.core.plan import BlockCopy, EntryState
+from quire.core.plan import MAX_SNAPSHOTS, BlockCopy, EntryState
 from quire.core.token_ids import num_equal_tokens
-
-MAX_SNAPSHOTS = 2   # that a sequence leaves in one step: as quire.kernels.delta_net
 
 
 def most_slots(num_seqs: int) -> int:
@@ -93,7 +91,7 @@ class SnapshotTree(PrefixTree):
     def attach(self, block: int, slot: int) -> None:
         """Give a node a snapshot, the last to be evicted. The caller's share of the slot is the tree's from now on."""
         assert block in self, f"a snapshot for block {block}, which is not in the tree"
-        if block in self.snapshots:                 # of the same tokens: equal bits
+        if block in self.snapshots:                 # the same tokens: equal bits
             self.slots.release(slot)
         else:
             self.snapshots[block] = slot

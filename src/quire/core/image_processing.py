@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 Resize = Literal["crop", "fixed", "any"]
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MAX_EDGE = 4096             # longest edge behind a resize to one size, in pixels; models have 224 to 1,540
-MAX_PATCHES = 1 << 16       # of an image of any size; Qwen-VL's have at most as many
-MAX_ASPECT = 200            # of an image of any size, as transformers refuses others
+MAX_PATCHES = 1 << 16       # an image of any size has no more; Qwen-VL's have at most as many
+MAX_ASPECT = 200            # sides of an image of any size; transformers refuses others, too
 MAX_RESIZED_PIXELS = 1 << 25  # between the resize and the crop, where a strip would need gigabytes
 PILLOWS_PIXELS = 178_956_970  # past these Pillow refuses to open a file
 MAX_IMAGE_PIXELS = 1 << 25  # as a file's header says; larger images are not decoded
-MAX_CONSTANT, LEAST_STD = 1e6, 1e-6  # of a processor: values of pixels are finite in float32; models have 0.004 to 0.6
+MAX_CONSTANT, LEAST_STD = 1e6, 1e-6  # a processor's: values of pixels are finite in float32; models have 0.004 to 0.6
 
 
 class PreparedImage(msgspec.Struct, array_like=True, frozen=True):

@@ -77,12 +77,15 @@ class RowDrafts(NamedTuple):
     token_ids: list[int]
 
 
+MAX_SNAPSHOTS = 2  # states that a sequence leaves behind in one step (csrc/delta_net.cpp)
+
+
 class EntryState(NamedTuple):
     """What a step does with the state of an entry: see quire.cache.states.
 
     Slot `read` has the state after `committed` tokens, and the inputs of those up to the entry's start; read -1: the
     sequence begins. Slot `write`, which may be `read`, gets the state after `commit_to` tokens, and the inputs of those
-    up to the entry's end. `snapshots`: (position, slot), which gets the state after so many tokens.
+    up to the entry's end. `snapshots`: at most MAX_SNAPSHOTS of (position, slot): the state after so many tokens.
     """
 
     read: int
@@ -125,7 +128,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     drafts: list[RowDrafts] = field(default_factory=list)
     dropped_images: list[int] = field(default_factory=list)  # serials of encodings to forget, before the next are made
     encodings: list[PromptImage] = field(default_factory=list)
-    states: list[EntryState] = field(default_factory=list)      # of each entry; none for a model without states
+    states: list[EntryState] = field(default_factory=list)      # one for each entry; none for a model without states
     state_outs: list[BlockCopy] = field(default_factory=list)  # as `swap_outs`, of slots of states
     state_ins: list[BlockCopy] = field(default_factory=list)
 

@@ -199,7 +199,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, frozen=True):
     sliding_window: int | None = None  # as in CacheConfig
     images: ImageInputs | None = None  # None: it reads text alone
     no_images_reason: str = ""  # for which it reads text alone
-    slot_bytes: int = 0  # of a sequence's states; 0: the model keeps none
+    slot_bytes: int = 0  # a sequence's states; 0: the model keeps none
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, frozen=True):

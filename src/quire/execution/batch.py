@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.logprob_table import padded
-from quire.core.plan import EntryState, NewRow, RowDrafts, RowFork, StepPlan
+from quire.core.plan import MAX_SNAPSHOTS, EntryState, NewRow, RowDrafts, RowFork, StepPlan
 from quire.decoding.grammars.rows import StepMasks
 from quire.decoding.row_pooling import PooledEntry, RowPool
 from quire.decoding.sampler import SamplingState
-from quire.kernels.delta_net import MAX_SNAPSHOTS, StateRows
+from quire.kernels.delta_net import StateRows
 from quire.kernels.low_rank import AdapterWeights, RowAdapters
 from quire.model.language_model import ForwardBatch
 

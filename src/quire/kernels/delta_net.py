@@ -18,7 +18,6 @@ from quire.kernels.tensors import Library, Tensor
 TILE = 16               # value dimensions that stand together in S, and the unit of heads (csrc/delta_net.cpp)
 MAX_TAPS = 16           # csrc/delta_net.cpp
 SLOT_UNIT = 64          # bytes: slots are multiples of it
-MAX_SNAPSHOTS = 2       # of a sequence in a step
 
 
 class DeltaHeads(NamedTuple):
@@ -83,7 +82,7 @@ class DeltaNetSpec:
     rate_bias: Tensor     # [num_value_heads] float32
     norm_weight: Tensor   # [value_dim] float32
     norm_eps: float
-    length: int           # of the ring
+    length: int           # entries of the ring
     is_tiled: bool = False  # value head i reads key head i % num_key_heads, else heads that share one are neighbours
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class LayerInputs:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     adapters: RowAdapters | None = None  # None: no row has one
-    states: Sequence[Tensor] = ()        # of the layers that have some, uint8 [num_slots, num_bytes]
+    states: Sequence[Tensor] = ()        # one for each layer that has some, uint8 [num_slots, num_bytes]
     state_rows: StateRows | None = None  # None: no layer has states
     added: tuple[NDArray[np.int64], Tensor] | None = None  # rows [n] of a step, and what layers add to them, [n, any]
 

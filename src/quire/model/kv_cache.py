@@ -152,7 +152,7 @@ class KVCache:
     keys: list[Tensor]
     values: list[Tensor]
     block_size: int           # tokens per block
-    states: list[Tensor] = field(default_factory=list)  # of each layer that has some, uint8 [num_slots, num_bytes]
+    states: list[Tensor] = field(default_factory=list)  # one for each layer that has some, uint8 [num_slots, num_bytes]
 
     @classmethod
     def allocate(

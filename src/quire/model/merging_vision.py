@@ -31,8 +31,8 @@ from quire.model.weights import WeightReader
 class Grid(NamedTuple):
     """The patches of an image in the order of the encoder: squares, those of a window one after the other."""
 
-    order: NDArray[np.int64]           # of squares, by rows of them: which is at each place
-    rows: NDArray[np.int64]            # of each patch, in patches
+    order: NDArray[np.int64]           # the square at each place, squares numbered by rows
+    rows: NDArray[np.int64]            # row of each patch, in patches
     columns: NDArray[np.int64]
     window_lengths: NDArray[np.int64]  # patches of each window
 
@@ -196,7 +196,7 @@ def merged_flops(spec: VisionSpec) -> MergedFlops:
     assert spec.merging is not None, "images of one size"
     tower, merging, shapes, side = spec.tower, spec.merging, VisionShapes.of(spec), spec.pool**2
     projectors = sum(shape.num_weights for each in (shapes.projector, *shapes.deep) for shape in each.layers)
-    attended = 4.0 * tower.num_heads * tower.head_dim * side**2  # of a layer, for a pair of squares
+    attended = 4.0 * tower.num_heads * tower.head_dim * side**2  # flops of a layer for a pair of squares
     num_whole = len(merging.whole_layers) if merging.window else tower.num_layers
     windows = (tower.num_layers - num_whole) * attended * merging.window**2
     products = 2.0 * (side * (num_layer_weights(tower) + shapes.patches.num_weights) + projectors)

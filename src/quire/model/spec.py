@@ -337,7 +337,7 @@ class DeltaNet:
 
     num_key_heads: int
     num_value_heads: int        # several share a key head
-    key_dim: int                # of a key head, and of a query head
+    key_dim: int                # width of a key head, and of a query head
     value_dim: int
     taps: int                   # tokens that a token's convolution sees, itself included
     is_tiled: bool = False      # value head i reads key head i % num_key_heads; else those of one are neighbours
@@ -570,7 +570,7 @@ class Merging:
     """
 
     axes: tuple[int, ...]
-    num_frames: int = 1                    # of a patch; an image is all of them
+    num_frames: int = 1                    # frames of a patch; an image is all of them
     window: int = 0                        # squares in a row, and in a column, that see each other; 0: all do
     whole_layers: frozenset[int] = frozenset()  # without windows
     # Layers with outputs that are projected, too, and added behind the decoder's first layers; names of their modules.

@@ -34,7 +34,7 @@ PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 2.0
 PROBE_PAUSE_S = 1.0             # between two questions for the health of a server that has not begun to answer
-MAX_MISSES = 3                  # of those in a row without a good answer; then it is given up
+MAX_MISSES = 3                  # questions in a row without a good answer; then it is given up
 MAX_ANSWER_BYTES = 1 << 20      # a prefill server answers with one token
 WAYS = ("apart", "short", "not_reached", "refused")
 _ASKED = {
@@ -65,7 +65,7 @@ class RoutedServer:
         now_s = time.monotonic()
         if self._probe is None or (self._probe.done() and now_s - self._probed_s >= PROBE_PAUSE_S):
             self._probe, self._probed_s = asyncio.create_task(is_ready(self)), now_s
-        return await asyncio.shield(self._probe)    # of others, too: the end of one request does not end it
+        return await asyncio.shield(self._probe)    # others wait for it, too: the end of one request does not end it
 
     @contextmanager
     def opened(self) -> Iterator[None]:

@@ -174,7 +174,7 @@ class AdapterTarget(NamedTuple):
     width: int
     inputs: Range
     grouped: LinearShape | None = None  # shape of rows that the checkpoint stores in groups
-    gated_head_dim: int | None = None   # of rows that are those of a query and of a gate for each head
+    gated_head_dim: int | None = None   # rows are those of a query and of a gate for each head; None: no gates
 
     @property
     def num_outputs(self) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_FETCHES = 4                 # at a time, each with an image in memory until it is decoded
 FLOAT_BYTES = 4                 # a value of the encoder's input
 PIXEL_BYTES = 4                 # decoded: Pillow's RGB has as many as its RGBA
-MAX_KEPT_BYTES = 64 << 20       # of decoded images: 190 of LLaVA 1.5, 27 of Gemma 3
+MAX_KEPT_BYTES = 64 << 20       # decoded images: 190 of LLaVA 1.5, 27 of Gemma 3
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 DETAILS = ("auto", "low", "high", "original")
 _MAX_HEAD_CHARS = 128
@@ -166,7 +166,7 @@ class ImageDecoder:
         self._options = options
         self._fetcher = _fetcher(options)
         self._fetches = FairSemaphore(MAX_FETCHES)
-        self._kept = OrderedDict[bytes, worker.ImageDecoded]()  # by salt and file, the least recently used first
+        self._kept = OrderedDict[bytes, worker.ImageDecoded]()  # digest of salt and file -> image, oldest use first
         self._num_kept_bytes = 0
         self._lane = SandboxLane(_IMAGES, "image", lambda: frame(ReadSettings(settings)))
 
