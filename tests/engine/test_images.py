@@ -1,7 +1,7 @@
 """Images in the engine against transformers, and bits that no schedule, cache or preemption changes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire import LLM, BeamSearchParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.images import PromptImage, cache_keys
 from quire.core.sampling_params import as_sampling_params
@@ -33,6 +33,7 @@ from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.faults import raising
+from support.image_prompts import GREEDY, RANDOM, answers, generate, open_llm, text
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -58,8 +59,6 @@ GEMMA3 = {
     "text_config": GEMMA, "vision_config": SIGLIP, "image_token_index": IMAGE, "mm_tokens_per_image": NUM_ROWS,
 }  # fmt: skip
 FAMILIES = {"llava": ("Llava", LLAVA), "gemma3": ("Gemma3", GEMMA3)}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
-RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
 
 
 def make_reference(family: str = "llava", **changes: object) -> "transformers.PreTrainedModel":
@@ -91,10 +90,6 @@ def pixels(number: int) -> torch.Tensor:
     return torch.randn(3, 56, 56, generator=torch.Generator().manual_seed(number))
 
 
-def text(seed: int, count: int) -> list[int]:
-    return torch.randint(5, 150, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def prompt(*parts: list[int] | int, salt: str | None = None) -> TokenizedPrompt:
     """Return a prompt of texts, lists of ids, and images, their numbers, which are their serials, too."""
     ids, images = list[int](), list[PromptImage]()
@@ -104,23 +99,6 @@ def prompt(*parts: list[int] | int, salt: str | None = None) -> TokenizedPrompt:
             images.append(PromptImage(len(ids), NUM_ROWS, part, (4, 4), (3, 56, 56), data))
         ids += [IMAGE] * NUM_ROWS if isinstance(part, int) else part
     return TokenizedPrompt(None, pack_tokens(ids), salt, images=tuple(images))
-
-
-def generate(
-    llm: LLM, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
-) -> list[RequestOutput]:
-    found = llm._finish_all(llm._prepare(list(prompts), params), use_tqdm=False)
-    llm._engine.engine.scheduler.check()
-    return found
-
-
-def answers(llm: LLM, prompts: Sequence[TokenizedPrompt], params: Any = GREEDY) -> list[list[Answer]]:  # noqa: ANN401
-    return [answers_of(each) for each in generate(llm, prompts, params)]
-
-
-def open_llm(folder: Path, **settings: Any) -> LLM:  # noqa: ANN401 (any setting)
-    sizes = {"num_kv_blocks": 48, "max_num_seqs": 8, "block_size": 8}
-    return LLM(folder, skip_tokenizer_init=True, **{**sizes, **settings})
 
 
 PROMPTS = (

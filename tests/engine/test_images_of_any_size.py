@@ -17,7 +17,7 @@ import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
-from quire import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from quire import BeamSearchParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.images import PromptImage
 from quire.core.sampling_params import as_sampling_params
@@ -33,6 +33,7 @@ from quire_lab.sim.hardware import HARDWARE
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
+from support.image_prompts import GREEDY, RANDOM, answers, generate, open_llm, text
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -68,8 +69,6 @@ QWEN2 = QWEN25 | {
 }  # fmt: skip
 FAMILIES = {"qwen2_5_vl": ("Qwen2_5_VL", QWEN25), "qwen3_vl": ("Qwen3VL", QWEN3)}
 OTHERS = {"qwen2_vl": ("Qwen2VL", QWEN2)}     # as the first one in all else
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
-RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
 SIZES = ((28, 112), (42, 70), (14, 56), (70, 14), (14, 14))     # pixels; rows of 8, 5, 4 and 1
 
 
@@ -111,10 +110,6 @@ def features(model: "transformers.PreTrainedModel", numbers: Sequence[int]) -> t
     return torch.cat([torch.cat(list(each)) for each in (found.pooler_output, *deep)], 1)
 
 
-def text(seed: int, count: int) -> list[int]:
-    return torch.randint(5, 150, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def prompt(*parts: list[int] | int) -> TokenizedPrompt:
     """Return a prompt of texts, lists of ids, and images, their numbers, which are their serials, too."""
     ids, images = list[int](), list[PromptImage]()
@@ -125,23 +120,6 @@ def prompt(*parts: list[int] | int) -> TokenizedPrompt:
             images.append(PromptImage(len(ids), grid[0] * grid[1], part, grid, data.shape, data.tobytes()))
         ids += [IMAGE] * images[-1].num_tokens if isinstance(part, int) else part
     return TokenizedPrompt(None, pack_tokens(ids), None, images=tuple(images))
-
-
-def generate(
-    llm: LLM, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] = GREEDY
-) -> list[RequestOutput]:
-    found = llm._finish_all(llm._prepare(list(prompts), params), use_tqdm=False)
-    llm._engine.engine.scheduler.check()
-    return found
-
-
-def answers(llm: LLM, prompts: Sequence[TokenizedPrompt], params: Any = GREEDY) -> list[list[Answer]]:  # noqa: ANN401
-    return [answers_of(each) for each in generate(llm, prompts, params)]
-
-
-def open_llm(folder: Path, **settings: Any) -> LLM:  # noqa: ANN401 (any setting)
-    sizes = {"num_kv_blocks": 48, "max_num_seqs": 8, "block_size": 8}
-    return LLM(folder, skip_tokenizer_init=True, **{**sizes, **settings})
 
 
 PROMPTS = (
