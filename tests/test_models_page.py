@@ -28,10 +28,8 @@ def test_every_family_has_a_case_plain_and_with_options() -> None:
 def test_families_combine_alike(settings: dict[str, Any]) -> None:
     """The table of combinations has columns for those with latents and with delta nets, and one for all others."""
     by_latents = settings.items() & {"kv_cache_dtype": "fp8", "device": "cuda"}.items()
-    by_states = settings.items() & {"tensor_parallel_size": 2, "device": "cuda"}.items()
-    expected = {
-        name: (bool(by_latents) and has_latents(name)) or (bool(by_states) and has_states(name)) for name in FAMILIES
-    }
+    is_on_gpu = "device" in settings
+    expected = {name: (bool(by_latents) and has_latents(name)) or (is_on_gpu and has_states(name)) for name in FAMILIES}
     assert {name: is_refused(name, settings) for name in FAMILIES} == expected
 
 

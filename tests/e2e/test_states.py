@@ -41,6 +41,18 @@ def test_hits_drafts_preemption_chunks_and_forks_change_no_bit(model: Path, isa:
     assert poison.num_poisoned_slots > 100
 
 
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize(("num_ranks", "mode"), [(2, "swap"), (3, "recompute")])
+def test_ranks_have_the_bits_of_one_in_every_way_at_once(model: Path, num_ranks: int, mode: str) -> None:
+    """With three ranks, two have a copy of a key head, and the third both value heads of the other."""
+    stats, poison = check_all_at_once(
+        model, ISAS[0], "bfloat16", mode, num_state_slots=30, tensor_parallel_size=num_ranks
+    )
+    assert stats.states["used_slots"] == stats.states["swap_used_slots"] == 0
+    assert poison.num_poisoned_slots > 100
+
+
 def committed_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = States.plan
     monkeypatch.setattr(States, "plan", lambda self, entries: [
@@ -109,8 +121,6 @@ def test_engines_and_one_that_has_slept_have_the_bits_of_one(model: Path) -> Non
 def test_what_is_not_served_is_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match="memory_policy 'contiguous-max' is not supported for a model that keeps"):
         LLM(model, memory_policy="contiguous-max")
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
-        LLM(model, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match=r"kv_disk_dir '/nowhere' is not supported .* keeps states"):
         LLM(model, kv_disk_dir="/nowhere")
     with pytest.raises(ConfigError, match="prefill_engines 1 is not supported for a model that keeps states; use 0"):

@@ -7,7 +7,7 @@ import pytest
 from quire.core.errors import ConfigError
 from quire.model.config import spec_from_config
 from quire.model.sharding import Shard, check_shardable, head_ranges, shifted
-from quire.model.spec import DecoderSpec, Part
+from quire.model.spec import DecoderSpec, DeltaNet, Part
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 301, "hidden_size": 896, "intermediate_size": 4864,
@@ -49,6 +49,29 @@ def test_every_head_is_on_one_rank_beside_its_kv_head(num_kv_heads: int, num_ran
         assert heads.num_heads % heads.num_kv_heads == 0
 
 
+NET = DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=32, taps=4)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "is_tiled", "expected"),
+    [
+        (2, False, [((0, 4), (0, 2)), ((4, 8), (2, 4))]),
+        (3, False, [((0, 4), (0, 2)), ((4, 6), (2, 3)), ((6, 8), (3, 4))]),
+        (2, True, [((0, 4), (0, 4)), ((4, 8), (0, 4))]),
+        (4, True, [((0, 2), (0, 2)), ((2, 4), (2, 4)), ((4, 6), (0, 2)), ((6, 8), (2, 4))]),
+    ],
+)
+def test_a_rank_has_value_heads_beside_their_key_heads(num_ranks: int, is_tiled: bool, expected: list[object]) -> None:
+    net = replace(NET, is_tiled=is_tiled)
+    assert head_ranges(net, num_ranks) == expected
+    group = net.num_value_heads // net.num_key_heads
+    for rank, (values, keys) in enumerate(head_ranges(net, num_ranks)):
+        own = Shard(rank, num_ranks).local_net(net)
+        for place, head in enumerate(range(*values)):
+            read = place % own.num_key_heads if is_tiled else place // (own.num_value_heads // own.num_key_heads)
+            assert keys[0] + read == (head % net.num_key_heads if is_tiled else head // group)
+
+
 def test_outputs_are_cut_at_strips_as_evenly_as_they_can_be() -> None:
     assert Shard(0, 2).cut(896).bounds == (0, 448, 896)
     assert Shard(0, 3).cut(4864).bounds == (0, 1632, 3248, 4864)
@@ -78,4 +101,8 @@ def test_models_that_cannot_be_split_are_refused() -> None:
     part = Part("experts", "down", lambda reader, name: None)
     with pytest.raises(ConfigError, match="layers with the part 'experts' are not supported yet"):
         check_shardable(spec_of(14, 2).with_layers(lambda layer: replace(layer, parts=(part,))), 2)
+    with pytest.raises(ConfigError, match="9 is above the model's 8 value heads of gated delta nets"):
+        head_ranges(NET, 9)
+    with pytest.raises(ConfigError, match=r"3: 8 value heads over 4 key heads .* GGUF file, do not divide among"):
+        head_ranges(replace(NET, is_tiled=True), 3)
     check_shardable(spec_of(14, 2), 14)

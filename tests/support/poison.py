@@ -37,9 +37,13 @@ class Poison:
         engine = llm._engine.engine
         executor = engine.executor
         assert isinstance(executor, LocalExecutor)
-        assert isinstance(executor.worker, Worker)
-        self._scheduler, self._worker = engine.scheduler, executor.worker
-        executor.worker = self
+        worker = getattr(executor.worker, "_worker", executor.worker)   # rank 0's own
+        assert isinstance(worker, Worker)
+        self._scheduler, self._worker = engine.scheduler, worker
+        if worker is executor.worker:
+            executor.worker = self
+        else:
+            executor.worker._worker = self  # type: ignore[attr-defined]
         self.num_poisoned_blocks = self.num_poisoned_rows = self.num_poisoned_slots = 0
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -17,6 +17,13 @@ MIXTURE: dict[str, object] = {
     "intermediate_size": 112, "moe_intermediate_size": 80, "shared_expert_intermediate_size": 112,
     "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+# One with a gated delta net, of 6 value heads over 3 key heads.
+HYBRID: dict[str, object] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 320, "hidden_size": 96,
+    "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+    "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "full_attention_interval": 2, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:
@@ -37,9 +44,8 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
             return {f"{prefix}{shape.name}": random(*shape.stored)}
         if not isinstance(shape, LinearShape):
             return {f"{prefix}{shape.module}.weight": random(shape.num_rows, shape.width)}
-        num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
         made = {}
-        for module, rows in zip(shape.modules, num_rows, strict=True):
+        for module, rows in ((module, sum(counts)) for module, counts in shape.module_rows):
             weight = random(rows, shape.width)
             made[f"{prefix}{module}.weight"] = weight.T.contiguous() if is_transposed else weight
             made |= {f"{prefix}{module}.bias": random(rows)} if shape.has_bias else {}

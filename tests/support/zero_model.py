@@ -74,9 +74,8 @@ def _write_weights(folder: Path, spec: DecoderSpec, dtype: torch.dtype) -> None:
 
 
 def _linear_tensors(start: str, shape: LinearShape, spec: DecoderSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
     tensors = {}
-    for module, rows in zip(shape.modules, num_rows, strict=True):
+    for module, rows in ((module, sum(counts)) for module, counts in shape.module_rows):
         size = (shape.width, rows) if spec.weights.is_transposed else (rows, shape.width)
         tensors[f"{start}{module}.weight"] = torch.zeros(size, dtype=dtype)
         if shape.has_bias:

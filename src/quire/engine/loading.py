@@ -254,8 +254,8 @@ def check_tails(options: EngineOptions) -> None:
 def check_states(options: EngineOptions, device_type: str) -> None:
     """Raise ConfigError for an option that does not reach the states that a model keeps of sequences."""
     plain = {
-        "memory_policy": "paged", "batching": "continuous", "tensor_parallel_size": 1, "kv_disk_dir": None,
-        "kv_role": "none", "prefill_engines": 0, "kv_events": None,
+        "memory_policy": "paged", "batching": "continuous", "kv_disk_dir": None, "kv_role": "none",
+        "prefill_engines": 0, "kv_events": None,
     }  # fmt: skip
     for name, value in plain.items():
         if (given := getattr(options, name)) != value:
@@ -278,10 +278,11 @@ def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> Non
 def _widest(
     spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int, tail_dtype: str, max_truncated: int
 ) -> KVGeometry:
-    """Return the geometry of the rank that keeps the most, all ranks having as many blocks."""
+    """Return the geometry of the rank that keeps the most, all ranks having as many blocks, and as many slots."""
     specs = [spec] if num_ranks == 1 else [Shard(rank, num_ranks).local_spec(spec) for rank in range(num_ranks)]
-    ranks = (KVGeometry.of(each, *stored, tail_dtype=tail_dtype, max_truncated=max_truncated) for each in specs)
-    return max(ranks, key=lambda geometry: geometry.bytes_per_token(1))
+    ranks = [KVGeometry.of(each, *stored, tail_dtype=tail_dtype, max_truncated=max_truncated) for each in specs]
+    widest = max(ranks, key=lambda geometry: geometry.bytes_per_token(1))
+    return replace(widest, states=max(ranks, key=lambda geometry: geometry.slot_bytes).states)
 
 
 def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int, block_size: int) -> ModelLimits:
@@ -298,5 +299,5 @@ def _limits(spec: DecoderSpec, geometry: KVGeometry, num_ranks: int, block_size:
         spec.default_positions,
         positions_reason=spec.positions_reason,
         has_tails=geometry.has_tails,
-        slot_bytes=geometry.slot_bytes,
+        slot_bytes=num_ranks * geometry.slot_bytes,
     )

@@ -158,8 +158,7 @@ def _tensors(shape: Shape | None, prefix: str, *, is_transposed: bool) -> Iterat
     elif isinstance(shape, VectorShape):
         yield prefix + shape.name, _Entry(shape.stored)
     elif isinstance(shape, LinearShape):
-        num_rows = shape.num_rows if len(shape.modules) > 1 else (sum(shape.num_rows),)
-        for module, rows in zip(shape.modules, num_rows, strict=True):
+        for module, rows in ((module, sum(counts)) for module, counts in shape.module_rows):
             yield f"{prefix}{module}.weight", _Entry((shape.width, rows) if is_transposed else (rows, shape.width))
             if shape.has_bias:
                 yield f"{prefix}{module}.bias", _Entry((rows,))

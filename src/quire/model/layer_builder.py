@@ -31,7 +31,7 @@ from quire.model.shapes import (
     NormShape,
     ShortConvShapes,
 )
-from quire.model.sharding import Cut, Range, Ranks, Shard
+from quire.model.sharding import DELTA_OPS, Cut, Range, Ranks, Shard, shifted
 from quire.model.spec import (
     Attention,
     DecoderSpec,
@@ -244,8 +244,8 @@ class LayerBuilder:
             cut = ranks.shard.mixed_cut(conv)
             channels = cut.of(ranks.shard.rank)
         self.linear("conv_in", shapes.conv_in, source, "conv_inputs", self._ranges(shapes.conv_in))
-        taps = weights.vector(shapes.weight, (channels[0] * conv.taps, channels[1] * conv.taps))
-        bias = None if shapes.bias is None else weights.vector(shapes.bias, channels)
+        taps = weights.vector(shapes.weight, [(channels[0] * conv.taps, channels[1] * conv.taps)])
+        bias = None if shapes.bias is None else weights.vector(shapes.bias, [channels])
         length = conv.taps - 1 + self._shared.max_truncated
         spec = ShortConvSpec(contiguous(taps.reshape(-1, conv.taps).T), bias, length)
         convolve = weights.back_end.short_conv
@@ -256,18 +256,27 @@ class LayerBuilder:
         self._mixer_out("conv_out", shapes.conv_out, "convolved", cut)
 
     def _delta_net(self, net: DeltaNet, shapes: DeltaNetShapes, source: str) -> None:
-        """Append a gated delta net of `source`: project, compute over the states of sequences, project."""
-        weights, vector = self._weights, self._weights.vector
-        self.linear("delta_in", shapes.delta_in, source, "delta_inputs")
-        rates = weights.dense_linear(shapes.delta_rates)
+        """Append a gated delta net of `source`: project, compute over the states of sequences, project.
+
+        A rank has its heads alone, and their states.
+        """
+        weights, vector, cut, own = self._weights, self._weights.vector, None, net
+        rows = outputs = numbers = taps = None
+        if self._ranks is not None:
+            shard = self._ranks.shard
+            cut, own, numbers = shard.mixed_cut(net), shard.local_net(net), [shard.heads(net).query]
+            rows, outputs = (shard.delta_ranges(net, op) for op in DELTA_OPS)
+            channels = shifted(rows, shapes.delta_in.num_rows)[:3]  # the last are gates
+            taps = [(start * net.taps, stop * net.taps) for start, stop in channels]
+        self.linear("delta_in", shapes.delta_in, source, "delta_inputs", rows)
+        rates = weights.dense_linear(shapes.delta_rates, outputs)
         self._append("delta_rates", ops.LinearOp(f"{self._stem}delta_rates", rates, source, "delta_rates"))
-        heads = DeltaHeads(net.num_key_heads, net.num_value_heads, net.key_dim, net.value_dim)
-        rate = vector(shapes.rate)
+        rate = vector(shapes.rate, numbers)
         spec = DeltaNetSpec(
-            heads,
-            contiguous(vector(shapes.conv_weight).reshape(-1, net.taps).T),
+            DeltaHeads(own.num_key_heads, own.num_value_heads, own.key_dim, own.value_dim),
+            contiguous(vector(shapes.conv_weight, taps).reshape(-1, net.taps).T),
             -rate if net.has_plain_rate else exp(rate),
-            vector(shapes.rate_bias),
+            vector(shapes.rate_bias, numbers),
             vector(shapes.norm_weight),
             self._spec.norm_eps,
             ring_length(net.taps, self._shared.max_truncated),
@@ -275,7 +284,9 @@ class LayerBuilder:
         )
         compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed")
         self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._cache_index, spec, compute, *names))
-        self.linear("delta_out", shapes.delta_out, "mixed", "x")
+        if cut is not None:
+            self.exchange("delta", "mixed", cut)
+        self._mixer_out("delta_out", shapes.delta_out, "mixed", cut)
 
     def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
@@ -307,7 +318,7 @@ class LayerBuilder:
         if taken is not None and heads != own:
             first = taken.query[0], taken.kv[0]
             self.ops.append(special_ops.TakeHeadsOp(f"{self._stem}take_heads", heads, first, own))
-        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, None if taken is None else taken.query)
+        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, None if taken is None else [taken.query])
         scales = weights.kv_scales(shapes.qkv) if self._shared.reads_kv_scales else ONES
         self._attend(attention, own, "attended", sinks, scales)
         if gate is not None:
@@ -375,7 +386,7 @@ class LayerBuilder:
 
     def _attention_out(self, attention: Attention, shape: LinearShape) -> None:
         """Append the exchange of what attention returns, and its last projection."""
-        cut = None if self._ranks is None else self._ranks.shard.attended_cut(attention)
+        cut = None if self._ranks is None else self._ranks.shard.mixed_cut(attention)
         if cut is not None:
             self.exchange("attention", "attended", cut)
         self._mixer_out("attention_out", shape, "attended", cut)

@@ -5,6 +5,7 @@ The one source of shapes: weights are read by them, and `footprint.py` counts th
 
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ class VectorShape(NamedTuple):
 class LinearShape(NamedTuple):
     """A layer [sum(num_rows), width], the modules' rows on top of each other, then `activation`.
 
-    One module for several row counts means that the checkpoint has them fused already. `num_groups`: the rows of the
+    One module for several row counts means that the checkpoint has them fused already; of several modules `counts` says
+    how many each has, (): one. `num_groups`: the rows of the
     one module are stored in so many groups, each with rows of all counts in order; 1: they are not.
     `share_of_tokens`: of those of a step, the ones that are multiplied with the weight. `is_always_dense`: not
     quantized with the others. `num_gated_heads`: the rows of the first module are, for each of so many heads, those of
@@ -98,10 +100,20 @@ class LinearShape(NamedTuple):
     is_always_dense: bool = False
     is_by_head: bool = False
     num_gated_heads: int = 0
+    counts: tuple[int, ...] = ()
 
     @property
     def num_weights(self) -> int:
         return sum(self.num_rows) * self.width
+
+    @property
+    def module_rows(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The row counts of each module."""
+        counts = self.counts or (len(self.num_rows) if len(self.modules) == 1 else 1,) * len(self.modules)
+        ends = list(accumulate(counts, initial=0))
+        assert ends[-1] == len(self.num_rows), f"{counts} row counts of {self.modules}, not {len(self.num_rows)}"
+        parts = (self.num_rows[start:stop] for start, stop in pairwise(ends))
+        return list(zip(self.modules, parts, strict=True))
 
 
 Shape = TableShape | NormShape | VectorShape | LinearShape
@@ -247,13 +259,13 @@ class DeltaNetShapes(NamedTuple):
         assert names.delta_rate is not None, "a gated delta net in a map of names without it"
         assert names.delta_rate_bias is not None
         assert names.delta_out is not None
+        rows = (key_rows, key_rows, net.width, net.width)
         is_whole = len(names.delta_in) > 1
-        rows = (channels, net.width) if is_whole else (key_rows, key_rows, net.width, net.width)
-        groups = 1 if is_whole else net.num_key_heads
+        groups, parts = (1, (3, 1)) if is_whole else (net.num_key_heads, ())
         counts, groups_of_rates = (net.num_value_heads,) * 2, 1 if len(names.delta_rates) > 1 else net.num_key_heads
         stored = (channels, net.taps) if names.is_conv_plain else (channels, 1, net.taps)
         return cls(
-            delta_in=LinearShape(names.delta_in, rows, hidden, num_groups=groups),
+            delta_in=LinearShape(names.delta_in, rows, hidden, num_groups=groups, counts=parts),
             delta_rates=LinearShape(
                 names.delta_rates, counts, hidden, num_groups=groups_of_rates, is_always_dense=True
             ),
@@ -265,7 +277,7 @@ class DeltaNetShapes(NamedTuple):
         )
 
 
-MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes | DeltaNetShapes
+MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes | DeltaNetShapes  # the last field: back to hidden states
 
 
 class LayerShapes(NamedTuple):

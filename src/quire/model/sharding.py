@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import Attention, DecoderSpec, LatentAttention, LayerSpec, Mixer, ShortConv
+from quire.model.spec import Attention, DecoderSpec, DeltaNet, LatentAttention, LayerSpec, Mixer, ShortConv
 
 if TYPE_CHECKING:  # they load NumPy, and options are read without it
     from quire.kernels.layers import GatherHook, Linear, SumHook
 
 ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
 HEAD_OPS = "qkv", "query_up", "kv_up"  # linear layers of attention that are divided by heads
+DELTA_OPS = "delta_in", "delta_rates"  # those of gated delta nets
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
 Mode = Literal["gather", "reduce"]
@@ -41,7 +42,10 @@ class Cut:
 
 
 class HeadRange(NamedTuple):
-    """Consecutive heads of one rank, and the KV heads that they read; ranks may share a KV head."""
+    """Consecutive heads of one rank, and the KV heads that they read; ranks may share a KV head.
+
+    Of a gated delta net those are its value heads, and its key heads.
+    """
 
     query: Range
     kv: Range
@@ -79,25 +83,25 @@ class Shard:
             )
         return Cut(tuple(min(bound * unit, width) for bound in _even_bounds(-(-width // unit), self.num_ranks)))
 
-    def heads(self, attention: Attention) -> HeadRange:
+    def heads(self, mixer: Attention | DeltaNet) -> HeadRange:
         """Return the heads of this rank."""
-        return head_ranges(attention, self.num_ranks)[self.rank]
-
-    def attended_cut(self, attention: Attention) -> Cut:
-        """Return the ranks' columns of what attention returns."""
-        last = [heads.query[1] * attention.output_dim for heads in head_ranges(attention, self.num_ranks)]
-        return Cut((0, *last))
+        return head_ranges(mixer, self.num_ranks)[self.rank]
 
     def mixed_cut(self, mixer: Mixer) -> Cut:
         """Return the ranks' columns of what a mixer returns, before its last projection."""
-        return self.attended_cut(mixer) if isinstance(mixer, Attention) else self.cut(mixer.width)
+        if isinstance(mixer, ShortConv):
+            return self.cut(mixer.width)
+        dim = mixer.output_dim if isinstance(mixer, Attention) else mixer.value_dim
+        return Cut((0, *(heads.query[1] * dim for heads in head_ranges(mixer, self.num_ranks))))
 
     def ranges(self, shape: LinearShape) -> list[Range]:
-        """Return this rank's outputs of a linear layer other than qkv, module by module."""
+        """Return this rank's outputs of a linear layer that is not divided by heads, count by count."""
         return [self.cut(count).of(self.rank) for count in shape.num_rows]
 
     def adapted_ranges(self, layer: LayerSpec, op: str, shape: LinearShape) -> list[Range]:
-        """Return this rank's outputs of the linear op `op` of a layer, `qkv` or another one, module by module."""
+        """Return this rank's outputs of the linear op `op` of a layer, `qkv` or another one, count by count."""
+        if isinstance(layer.mixer, DeltaNet) and op in DELTA_OPS:
+            return self.delta_ranges(layer.mixer, op)
         if layer.attention is None or op not in HEAD_OPS:
             return self.ranges(shape)
         if isinstance(layer.attention, LatentAttention):
@@ -113,6 +117,14 @@ class Shard:
             query = 2 * query[0], 2 * query[1]
         return query, kv, kv
 
+    def delta_ranges(self, net: DeltaNet, op: str) -> list[Range]:
+        """Return this rank's outputs of a linear op of a gated delta net: those of its heads."""
+        (start, stop), (first, last) = self.heads(net)
+        if op == "delta_rates":
+            return [(start, stop)] * 2
+        keys, values = (first * net.key_dim, last * net.key_dim), (start * net.value_dim, stop * net.value_dim)
+        return [keys, keys, values, values]
+
     def latent_ranges(self, latent: LatentAttention, op: str) -> list[Range]:
         """Return this rank's outputs of a linear op of attention over latents, which every rank has whole."""
         (start, stop), whole = self.heads(latent).query, (0, latent.head_dim)
@@ -127,25 +139,38 @@ class Shard:
         """Return a spec with this rank's heads and channels: its KV cache is that of a rank."""
         return spec.with_layers(self._local_layer)
 
+    def local_net(self, net: DeltaNet) -> DeltaNet:
+        """Return a gated delta net of this rank's heads."""
+        heads = self.heads(net)
+        return replace(net, num_key_heads=heads.num_kv_heads, num_value_heads=heads.num_heads)
+
     def _local_layer(self, layer: LayerSpec) -> LayerSpec:
         if isinstance(layer.mixer, ShortConv):
             first, stop = self.mixed_cut(layer.mixer).of(self.rank)
             return replace(layer, mixer=replace(layer.mixer, width=stop - first))
+        if isinstance(layer.mixer, DeltaNet):
+            return replace(layer, mixer=self.local_net(layer.mixer))
         if layer.attention is None:
             return layer
         heads = self.heads(layer.attention)
         return layer.with_attention(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
 
-def head_ranges(attention: Attention, num_ranks: int) -> list[HeadRange]:
+def head_ranges(mixer: Attention | DeltaNet, num_ranks: int) -> list[HeadRange]:
     """Return the heads of each rank.
 
     KV heads are divided, each with the query heads that read it; where there are fewer than ranks, the query heads of a
     KV head are divided among the ranks that have a copy of it. Raises ConfigError if there are more ranks than heads.
     """
-    num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
+    kind = "attention heads"
+    if isinstance(mixer, DeltaNet):
+        num_heads, num_kv_heads, kind = mixer.num_value_heads, mixer.num_key_heads, "value heads of gated delta nets"
+    else:
+        num_heads, num_kv_heads = mixer.num_heads, mixer.num_kv_heads
     if num_ranks > num_heads:
-        raise ConfigError(f"tensor_parallel_size {num_ranks} is above the model's {num_heads} attention heads")
+        raise ConfigError(f"tensor_parallel_size {num_ranks} is above the model's {num_heads} {kind}")
+    if isinstance(mixer, DeltaNet) and mixer.is_tiled:
+        return _tiled_ranges(mixer, num_ranks)
     group = num_heads // num_kv_heads
     if num_ranks <= num_kv_heads:
         bounds = _even_bounds(num_kv_heads, num_ranks)
@@ -159,12 +184,27 @@ def head_ranges(attention: Attention, num_ranks: int) -> list[HeadRange]:
     return found
 
 
+def _tiled_ranges(net: DeltaNet, num_ranks: int) -> list[HeadRange]:
+    """Return the heads of each rank where value head i reads key head i % num_key_heads: equal parts.
+
+    A part reads all key heads, as often each, or some that follow each other. Raises ConfigError where it does not.
+    """
+    num_heads, num_keys = net.num_value_heads, net.num_key_heads
+    size = num_heads // num_ranks
+    if num_heads % num_ranks or (size % num_keys and num_keys % size):
+        raise ConfigError(
+            f"tensor_parallel_size {num_ranks}: {num_heads} value heads over {num_keys} key heads of gated delta nets, "
+            "in the order of a GGUF file, do not divide among so many ranks"
+        )
+    starts = range(0, num_heads, size)
+    return [HeadRange((each, each + size), (each % num_keys, each % num_keys + min(size, num_keys))) for each in starts]
+
+
 def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") -> None:
     """Raise ConfigError for a model that cannot be split over so many ranks."""
-    for attention in spec.attentions:
-        head_ranges(attention, num_ranks)
-    if spec.delta_nets:
-        raise ConfigError(f"tensor_parallel_size {num_ranks}: layers of gated delta nets are not supported yet")
+    mixers: list[Attention | DeltaNet] = [*spec.attentions, *spec.delta_nets]
+    for mixer in mixers:
+        head_ranges(mixer, num_ranks)
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

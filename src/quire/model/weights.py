@@ -160,10 +160,10 @@ class WeightReader:
             weight = weight[slice(*heads)].copy()
         return self.taken(weight), self.taken(read(".bias")) if shape.has_bias else None
 
-    def vector(self, shape: VectorShape, elements: Range | None = None) -> Tensor:
-        """Return a vector of a layer, [length] float32; or some of its elements."""
+    def vector(self, shape: VectorShape, ranges: Sequence[Range] | None = None) -> Tensor:
+        """Return a vector of a layer, [length] float32; or some of its elements, one range after the other."""
         whole = self._read_kept([self._prefix + shape.name], [shape.stored], FLOAT32).reshape(shape.length)
-        return self.taken(whole if elements is None else whole[slice(*elements)].copy())
+        return self.taken(whole if ranges is None else concatenated([whole[slice(*each)] for each in ranges]))
 
     def linear(
         self,
@@ -192,14 +192,18 @@ class WeightReader:
         self._tally_layer(layer, sum(num_rows) * shape.width)
         return layer
 
-    def dense_linear(self, shape: LinearShape) -> Linear:
-        """Return a layer of floats, whatever the checkpoint's format; a quantized weight is expanded."""
+    def dense_linear(self, shape: LinearShape, ranges: Sequence[Range] | None = None) -> Linear:
+        """Return a layer of floats, whatever the checkpoint's format; a quantized weight is expanded.
+
+        ranges: as in `linear`.
+        """
         weight = LinearWeight.dense(converted(self._expanded(shape), self._tensors.dtype))
-        order = row_order(shape)
-        layer = self.back_end.linear(
-            self._library.weight(weight if order is None else weight.take(order), self.device), None
-        )
-        self._tally_layer(layer, shape.num_weights)
+        order = row_order(shape, ranges)
+        if order is None and ranges is not None:
+            order = np.concatenate([np.arange(*rows) for rows in shifted(ranges, shape.num_rows)])
+        weight = weight if order is None else weight.take(order)
+        layer = self.back_end.linear(self._library.weight(weight, self.device), None)
+        self._tally_layer(layer, weight.out_features * shape.width)
         return layer
 
     def latent_heads(self, shape: LinearShape, num_heads: int, heads: Range) -> tuple[list[Linear], list[Linear]]:
@@ -231,7 +235,7 @@ class WeightReader:
     def _expanded(self, shape: LinearShape) -> Array:
         """Return modules' weights as floats [rows, width], in the order of the checkpoint."""
         weight_format = DenseFormat() if isinstance(self._format, RoundedFormat) else self._format
-        modules = self._module_rows(shape, [(0, sum(shape.num_rows))] if len(shape.modules) == 1 else None)
+        modules = self._module_rows(shape, None)
         return expand(weight_format.read(self._tensors, modules, shape.width, is_transposed=self.names.is_transposed))
 
     def partial_linear(
@@ -265,14 +269,15 @@ class WeightReader:
 
     def _module_rows(self, shape: LinearShape, ranges: Sequence[Range] | None) -> list[ModuleRows]:
         """Return the rows to read of each module, in order; of one module for several row counts, several times."""
-        stems, num_rows = [self._prefix + module for module in shape.modules], shape.num_rows
-        if len(stems) == 1:
-            total = sum(num_rows)
-            is_whole = shape.num_groups > 1  # rows in groups are taken from the whole
-            found = [(0, total)] if ranges is None or is_whole else shifted(ranges, num_rows)
-            return [ModuleRows(stems[0], total, *rows) for rows in found]
-        found = [(0, count) for count in num_rows] if ranges is None else list(ranges)
-        return [ModuleRows(stem, count, *rows) for stem, count, rows in zip(stems, num_rows, found, strict=True)]
+        found, left = list[ModuleRows](), list(ranges or ())
+        for module, counts in shape.module_rows:
+            name, total = self._prefix + module, sum(counts)
+            own, left = left[: len(counts)], left[len(counts) :]
+            if ranges is None or shape.num_groups > 1:  # rows in groups are taken from the whole
+                found.append(ModuleRows.whole(name, total))
+            else:
+                found += [ModuleRows(name, total, *rows) for rows in shifted(own, counts)]
+        return found
 
     def experts(
         self, shapes: ExpertShapes, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None

@@ -13,9 +13,7 @@ from quire.core.errors import ConfigError
 from quire.model.config import num_elements
 from quire.model.quantization import UNQUANTIZED, WHOLE_ROW, Quantization, WeightScheme
 from quire.model.shapes import (
-    AttentionShapes,
     DecoderShapes,
-    LatentShapes,
     LayerShapes,
     LinearShape,
     Shape,
@@ -25,8 +23,8 @@ from quire.model.shapes import (
     layer_shapes,
     vision_shapes,
 )
-from quire.model.sharding import HEAD_OPS, Range, Shard
-from quire.model.spec import DecoderSpec, LayerSpec, ShortConv
+from quire.model.sharding import DELTA_OPS, HEAD_OPS, Range, Shard
+from quire.model.spec import DecoderSpec, LayerSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
@@ -184,7 +182,8 @@ def _shapes_of_shard(
     """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else."""
     of_layer = LayerShapes.of(spec, layer)
     by_heads = {} if of_layer.mixer is None else {
-        shape: op for op, shape in of_layer.mixer._asdict().items() if op in HEAD_OPS and shape is not None
+        shape: op for op, shape in of_layer.mixer._asdict().items()
+        if op in (*HEAD_OPS, *DELTA_OPS) and shape is not None
     }  # fmt: skip
     if shard.mode == "reduce":
         own = _summed_shapes(layer, of_layer, by_heads, shard, quantization, stem)
@@ -207,15 +206,15 @@ def _summed_shapes(
         return shape._replace(width=inputs[1] - inputs[0], has_bias=shape.has_bias and shard.rank == 0)
 
     own: dict[Shape | None, Shape] = {}
-    if layer.attention is not None and isinstance(shapes.mixer, AttentionShapes | LatentShapes):
-        out = shapes.mixer.attention_out
-        for shape, op in by_heads.items():
-            assert isinstance(shape, LinearShape)
-            own[shape] = _own_part(shape, shard.adapted_ranges(layer, op, shape))
-        own[out] = of_inputs(out, shard.attended_cut(layer.attention).of(shard.rank))
-    if isinstance(shapes.mixer, ShortConvShapes) and isinstance(layer.mixer, ShortConv):
-        conv_in, out = shapes.mixer.conv_in, shapes.mixer.conv_out
+    for shape, op in by_heads.items():
+        assert isinstance(shape, LinearShape)
+        own[shape] = _own_part(shape, shard.adapted_ranges(layer, op, shape))
+    if isinstance(shapes.mixer, ShortConvShapes):
+        conv_in = shapes.mixer.conv_in
         own[conv_in] = _own_part(conv_in, shard.ranges(conv_in))
+    if layer.mixer is not None and shapes.mixer is not None:
+        out = shapes.mixer[-1]
+        assert isinstance(out, LinearShape)
         own[out] = of_inputs(out, shard.mixed_cut(layer.mixer).of(shard.rank))
     for up, down in shapes.feed_forwards:
         group_size = quantization.scheme([stem + down.modules[0]]).group_size

@@ -115,7 +115,7 @@ def plan_memory(
     held = _held_bytes(model, options, packing, kv_dtype, None if num_devices == 1 else Shard(0, num_devices, mode))
     if num_ranks > 1:
         held = _held_by_ranks(model, options, kv_dtype, num_ranks, mode)
-    token_bytes, weights, token_weights = held
+    token_bytes, slot_bytes, weights, token_weights = held
     widest = spec if num_devices * num_ranks == 1 else Shard(0, num_devices * num_ranks, mode).local_spec(spec)
     geometry = _geometry(widest, packing.kernel_dtype(model.dtype), options, kv_dtype)
     tails = [each for each in geometry.layers if isinstance(each, LayerTail)]
@@ -132,10 +132,10 @@ def plan_memory(
     limits = ModelLimits(
         spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
         scratch_bytes=scratch_bytes, num_swap_shares=num_devices, positions_reason=spec.positions_reason,
-        slot_bytes=geometry.slot_bytes,
+        slot_bytes=slot_bytes,
     )  # fmt: skip
     cache, scheduler = size_engine(options, limits, free_bytes, default_batched_tokens=batched_tokens)
-    kv_bytes = cache.num_blocks * cache.block_size * token_bytes + cache.num_state_slots * geometry.slot_bytes
+    kv_bytes = cache.num_blocks * cache.block_size * token_bytes + cache.num_state_slots * slot_bytes
     kv_bytes *= num_engines
     if kv_bytes > free_bytes:
         raise ConfigError(f"KV caches of {num_engines} engines take {kv_bytes} bytes, but {free_bytes} are free")
@@ -160,7 +160,7 @@ def plan_memory(
         num_convolutions=len(tails),
         tail_bytes=num_ranks * sum(each.block_bytes(options.block_size)[0] for each in tails),
         draft_weight_bytes=draft_bytes,
-        slot_bytes=geometry.slot_bytes,
+        slot_bytes=slot_bytes,
         cache=cache,
         scheduler=scheduler,
         num_fitting=_num_fitting_by_length(cache, length, num_seqs),
@@ -221,9 +221,10 @@ def _free_bytes(
 
 
 class _HeldBytes(NamedTuple):
-    """Bytes of a device or a rank: of a token's keys and values, of weights, and of those that a token reads."""
+    """Bytes of a device or a rank: of a token's keys and values, of a slot, of weights, of those that a token reads."""
 
     token: int
+    slot: int  # states of a sequence
     weights: int
     token_weights: int
 
@@ -238,7 +239,7 @@ def _held_bytes(
         for each in (False, True)
     )
     geometry = _geometry(local, packing.kernel_dtype(model.dtype), options, kv_dtype)
-    return _HeldBytes(geometry.bytes_per_token(options.block_size), weights, token_weights)
+    return _HeldBytes(geometry.bytes_per_token(options.block_size), geometry.slot_bytes, weights, token_weights)
 
 
 def _geometry(spec: DecoderSpec, own_dtype: str, options: EngineOptions, stored: str) -> KVGeometry:
@@ -250,11 +251,13 @@ def _geometry(spec: DecoderSpec, own_dtype: str, options: EngineOptions, stored:
 def _held_by_ranks(
     model: FoundModel, options: EngineOptions, kv_dtype: str, num_ranks: int, mode: Mode
 ) -> _HeldBytes:
-    """Return what all ranks of a CPU hold together; they have as many blocks as the one with the most KV heads."""
+    """Return what all ranks of a CPU hold together; they have as many blocks and slots as the one with the most heads.
+    """
     shards = [Shard(rank, num_ranks, mode) for rank in range(num_ranks)]
     ranks = [_held_bytes(model, options, CPU_PACKING, kv_dtype, shard) for shard in shards]
-    token_bytes, weights, token_weights = zip(*ranks, strict=True)
-    return _HeldBytes(num_ranks * max(token_bytes), sum(weights), sum(token_weights))
+    token_bytes, slot_bytes, weights, token_weights = zip(*ranks, strict=True)
+    most = num_ranks * max(token_bytes), num_ranks * max(slot_bytes)
+    return _HeldBytes(*most, sum(weights), sum(token_weights))
 
 
 def _exchanges(model: FoundModel, packing: Packing, num_ranks: int, mode: ExchangeMode) -> Exchanges:

@@ -42,8 +42,11 @@ def two_nodes(
         yield llm, command
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.matrix), 4])
-def test_answers_have_the_bits_of_one_process(folder: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [pytest.param("folder", 2, marks=pytest.mark.matrix), ("folder", 4), ("hybrid", 2)]
+)
+def test_answers_have_the_bits_of_one_process(name: str, num_ranks: int, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
     with LLM(folder, **SETTINGS) as llm:
         expected = [answers(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (SAMPLED, GREEDY)]
     with two_nodes(folder, **SETTINGS, tensor_parallel_size=num_ranks) as (llm, command):

@@ -21,7 +21,7 @@ from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
-from support.random_folder import MIXTURE, write_random_folder
+from support.random_folder import HYBRID, MIXTURE, write_random_folder
 from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
 from support.server import is_running, wait_until
 from support.stopping import stopped
@@ -144,6 +144,8 @@ def distance(outputs: list[RequestOutput], others: list[RequestOutput]) -> float
         ("folder", 4, {"tensor_parallel_mode": "reduce"}),  # a model of 6 heads and 3 KV heads
         ("mixture", 2, {"tensor_parallel_mode": "reduce"}),
         ("wide_heads", 3, {"tensor_parallel_mode": "reduce", "quantization": "int4", "quantization_group_size": 32}),
+        ("hybrid", 2, {}), ("hybrid", 4, {"quantization": "int8", "dtype": "bfloat16"}),
+        ("hybrid", 4, {"tensor_parallel_mode": "reduce"}),  # 3 key heads, 6 value heads
     ],
 )  # fmt: skip
 def test_plan_is_what_the_ranks_hold(
@@ -159,7 +161,9 @@ def test_plan_is_what_the_ranks_hold(
         ready = llm._engine.ready
     assert planned.weight_bytes == ready.weights_bytes
     assert planned.kv_bytes_per_token == ready.kv_bytes_per_token
+    assert planned.slot_bytes == ready.slot_bytes
     assert planned.cache.num_blocks == ready.limits.num_blocks
+    assert planned.cache.num_state_slots == ready.limits.num_state_slots
 
 
 SMALL = {
@@ -176,6 +180,7 @@ FUSED: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     ),
     "norms over all heads": (SMALL | {"architectures": ["Olmo2ForCausalLM"]}, ALL),
+    "gated delta nets": (HYBRID, (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")),
 }  # fmt: skip
 
 

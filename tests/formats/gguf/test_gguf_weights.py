@@ -288,6 +288,23 @@ def test_ranks_have_the_bits_of_one(
     )
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_ranks_divide_delta_nets_of_files(
+    family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]
+) -> None:
+    """Of 8 value heads over 4 key heads two ranks read all key heads, and each of four reads two."""
+    if back_end.name != "cpp":
+        pytest.skip("ranks need the C++ kernels")
+    folder = write_random_folder(tmp_path / "model", HYBRIDS[family] | {"linear_num_key_heads": 4})
+    source = read_source(convert(folder, tmp_path / "model.gguf", random_blocks({"ssm_out.weight": "Q6_K"}, "Q4_K")))
+    assert_ranks_have_the_bits_of_one(
+        source.spec,
+        lambda ranks: load_model(source, back_end=back_end, ranks=ranks),
+        lambda model: paged_runner(model).run("a", list(range(1, 40)), [7, 20, 12]),
+        (2, 4),
+    )
+
+
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_ranks_divide_experts_of_files(
     family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any]

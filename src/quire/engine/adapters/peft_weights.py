@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -312,11 +313,9 @@ def _targets(spec: DecoderSpec, shard: Shard, summed_inputs: Mapping[str, Range]
                 ranges = [inner] * len(shape.num_rows)
             inputs = summed_inputs.get(op, (0, shape.width))
             all_rows, grouped = sum(stop - start for start, stop in ranges), shape if shape.num_groups > 1 else None
-            own: list[tuple[int, tuple[Range, ...]]]  # for each module: all of its rows, and those that the op has
-            own = [(count, (rows,)) for count, rows in zip(shape.num_rows, ranges, strict=True)]
-            if len(shape.modules) == 1:
-                own = [(sum(shape.num_rows), tuple(shifted(ranges, shape.num_rows)))]
-            for module, (count, rows) in zip(shape.modules, own, strict=True):
+            left = iter(ranges)
+            for module, counts in shape.module_rows:
+                count, rows = sum(counts), tuple(shifted(list(islice(left, len(counts))), counts))
                 is_gated = shape.num_gated_heads > 0 and module == shape.modules[0]
                 head_dim = count // (2 * shape.num_gated_heads) if is_gated else None
                 target = AdapterTarget(op, first, rows, all_rows, count, shape.width, inputs, grouped, head_dim)

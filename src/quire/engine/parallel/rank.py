@@ -88,11 +88,13 @@ def bring_up(
     channel.send(rank_messages.Measured(device.kv_bytes(model, limits, slots)))
     sizes = commands.expect(rank_messages.Allocate)
     geometry, block_size = model.kv_geometry, options.block_size
-    cache = device.allocate_cache(geometry, sizes.num_blocks, block_size, model.back_end)
+    cache = device.allocate_cache(geometry, sizes.num_blocks, block_size, model.back_end, sizes.num_slots)
     batch = PersistentBatch(sizes.max_num_seqs, sizes.max_model_len, block_size, model.vocab_size)
     swapper, num_swap_blocks = None, sizes.num_swap_blocks
     if num_swap_blocks:
-        swapper = device.swapper(cache, geometry, num_swap_blocks, model.back_end, options.swap_dir)
+        swapper = device.swapper(
+            cache, geometry, num_swap_blocks, model.back_end, options.swap_dir, sizes.num_swap_slots
+        )  # fmt: skip
     compute = StepCompute(model, cache, batch, swapper, adapters=rows)
     if options.device == "cuda":
         from quire.engine.parallel.gpu_ranks import GpuRank  # noqa: PLC0415 (loads torch)

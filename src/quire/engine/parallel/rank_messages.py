@@ -60,10 +60,12 @@ class Measure(msgspec.Struct, tag="measure", array_like=True, frozen=True):
 
 
 class Allocate(msgspec.Struct, tag="allocate", array_like=True, frozen=True):
-    """To a rank: allocate a KV cache, a swap space and a batch of these sizes."""
+    """To a rank: allocate a KV cache, a swap space and a batch of these sizes. `num_slots`: for states."""
 
     num_blocks: int
+    num_slots: int
     num_swap_blocks: int
+    num_swap_slots: int
     max_num_seqs: int
     max_model_len: int
 

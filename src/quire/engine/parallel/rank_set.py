@@ -177,8 +177,8 @@ class RankSet:
     def allocate(self, cache: CacheConfig, scheduling: SchedulerConfig) -> None:
         """Allocate what rank 0 has on all ranks: their parts of as many blocks. ConfigError if memory is short."""
         self._device.check_swap_space(self.own_model.kv_geometry, cache)
-        blocks, swap_blocks = cache.num_blocks, cache.num_swap_blocks
-        self.tell(rank_messages.Allocate(blocks, swap_blocks, scheduling.max_num_seqs, scheduling.max_model_len))
+        pools = cache.num_blocks, cache.num_state_slots, cache.num_swap_blocks, cache.num_swap_slots
+        self.tell(rank_messages.Allocate(*pools, scheduling.max_num_seqs, scheduling.max_model_len))
         for peer in self.peers:
             self.receive(peer, rank_messages.Allocated)
 
