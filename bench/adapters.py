@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.core.model_files import read_json_object
-from quire.kernels.cpp.isas import set_threads_of_kernels
+from quire.extension.isas import set_threads_of_kernels
 from quire_lab.bench.report import machine_facts
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -22,13 +22,13 @@ import typer
 
 from quire.core.arrays import FLOAT32, Array, DType, address, dtype_name
 from quire.core.config import QUANTIZED, KVDtype
+from quire.extension import _kernels
+from quire.extension.isas import set_threads_of_kernels, threads_of_kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_kv_cache import cache_shapes
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
-from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec, Heads, build_metadata
 from quire.kernels.tensors import NUMPY_LIBRARY

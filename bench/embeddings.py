@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config
 
 from quire import LLM
-from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
+from quire.extension.isas import set_threads_of_kernels, threads_of_kernels
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 32_000, "hidden_size": 1024,

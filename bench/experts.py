@@ -22,11 +22,11 @@ import typer
 from bench_attention import clock_of_threads, in_turns, random_values, read, spread
 from quantized_linear import FORMATS, random_weight
 from quire.core.arrays import BFLOAT16, FLOAT32, Array
+from quire.extension.isas import set_threads_of_kernels
 from quire.kernels.choice import choose_back_end
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
-from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.layers import Expert, Routing
 from quire.kernels.linear_weight import LinearWeight, Table
 from quire.model.checkpoints.tensor_reader import TensorReader

@@ -25,7 +25,7 @@ from quire.execution.cuda.cuda_graphs import MIXED_TOKENS, CudaGraphRunner
 from quire.execution.cuda.cuda_worker import AsyncCudaExecutor, CudaWorker
 from quire.execution.device import Device
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.isas import set_threads_of_kernels
+from quire.extension.isas import set_threads_of_kernels
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder
 

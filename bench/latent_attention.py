@@ -26,9 +26,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileTy
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from quire.core.arrays import BFLOAT16, bits
 from quire.engine.formats import read_source
+from quire.extension import _kernels
 from quire.kernels.choice import choose_back_end
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_kv_cache import cache_shapes
 from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata

@@ -17,10 +17,10 @@ import typer
 
 from bench_attention import clock_of_threads, in_turns, random_values, read, spread
 from quire.core.arrays import BFLOAT16, FLOAT32, UINT8, Array
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
+from quire.extension.isas import set_threads_of_kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.cpp_packing import PackedMemory
-from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.kernels.layers import Activation
 from quire.kernels.linear_weight import LinearWeight
 

@@ -28,8 +28,8 @@ from torch.distributed import FileStore, ProcessGroupGloo
 from quire.engine.parallel.addresses import AddressBook
 from quire.engine.parallel.shared_memory import MemoryLayout, SharedRanks, create_memory
 from quire.engine.parallel.tcp import NetworkRanks
+from quire.extension.isas import set_threads_of_kernels
 from quire.kernels.cpp.cpp_gather import REGION_BYTES
-from quire.kernels.cpp.isas import set_threads_of_kernels
 from quire.model.sharding import Cut, Shard
 from quire_lab.bench.report import machine_facts
 

@@ -54,7 +54,7 @@ from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import AdaptiveLength, LimitedDrafter, StepCost, make_drafter
 from quire.execution.row_results import num_accepted
 from quire.execution.worker import Worker
-from quire.kernels.cpp.isas import set_threads_of_kernels, threads_of_kernels
+from quire.extension.isas import set_threads_of_kernels, threads_of_kernels
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer
 from quire_lab.bench.report import machine_facts

@@ -24,7 +24,7 @@ import typer
 from adapters import write_adapter
 from quire import LLM, LoRARequest, SamplingParams
 from quire.execution import worker
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire_lab.bench.report import machine_facts
 
 PROMPTS, OUTPUTS, CHUNKS = (4, 16, 60, 200, 700, 1500, 3000, 8000), (10, 50, 200), (8, 16, 32, 64, 128, 256, 512)

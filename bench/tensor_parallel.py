@@ -25,7 +25,7 @@ import typer
 
 from quire import LLM
 from quire.engine.parallel.rank_set import RankSet
-from quire.kernels.cpp.isas import set_threads_of_kernels
+from quire.extension.isas import set_threads_of_kernels
 from quire.model.sharding import Mode
 from quire.model.source import read_folder
 from quire_lab.bench.passes import latency_pass

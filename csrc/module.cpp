@@ -1,4 +1,4 @@
-// The Python module: addresses, shapes and strides in, nothing out, but of lookups. quire/kernels/cpp checks what is passed here.
+// The Python module: addresses, shapes and strides in, nothing out, but of lookups. Its callers check what they pass.
 //
 // What Python passes are the arguments of a function or the fields of a struct in their order: an address for a pointer.
 #include <nanobind/nanobind.h>

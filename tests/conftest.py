@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: next((n for n, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)))
     if not config.getoption("--best-isa"):
         return
-    from quire.kernels.cpp.isas import usable_isas
+    from quire.extension.isas import usable_isas
 
     others = usable_isas()[1:]
     unwanted = [item for item in items if isinstance(item, pytest.Function) and isa_of(item) in others]

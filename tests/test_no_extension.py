@@ -20,7 +20,7 @@ class Without:
         self._finder = finder
 
     def find_spec(self, name, *where):
-        return None if name == "quire.kernels.cpp._kernels" else self._finder.find_spec(name, *where)
+        return None if name == "quire.extension._kernels" else self._finder.find_spec(name, *where)
 
     def __getattr__(self, name):
         return getattr(self._finder, name)

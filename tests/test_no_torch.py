@@ -142,7 +142,7 @@ def test_plots_without_their_library_are_refused_before_the_figures(tmp_path: Pa
 
 def test_where_there_are_no_kernels_either_it_is_said(without_torch: dict[str, str]) -> None:
     code = (
-        "import sys\nsys.modules['quire.kernels.cpp._kernels'] = None\nsys.argv[1:] = ['generate', '--prompt', 'a']\n"
+        "import sys\nsys.modules['quire.extension._kernels'] = None\nsys.argv[1:] = ['generate', '--prompt', 'a']\n"
         "from quire.cli.main import main\nmain()"
     )
     done = ran(["-c", code], without_torch)

@@ -24,8 +24,8 @@ def test_each_name_exists(name: str) -> None:
 
 
 def test_best_instruction_set_is_the_only_one() -> None:
-    pytest.importorskip("quire.kernels.cpp._kernels", reason="the C++ kernels were not built")
-    from quire.kernels.cpp.isas import usable_isas
+    pytest.importorskip("quire.extension._kernels", reason="the C++ kernels were not built")
+    from quire.extension.isas import usable_isas
 
     command = [sys.executable, "-m", "pytest", "--collect-only", "--best-isa", "-p", "no:cacheprovider"]
     run = subprocess.run(

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 START_LIMIT_S, ANSWER_LIMIT_S = 120.0, 60.0
 MB = 1e6
 TORCH = "torch"  # only `quire[torch]` brings it
-ISAS = "from quire.kernels.cpp import _kernels; print(*_kernels.usable_isas())"
+ISAS = "from quire.extension import _kernels; print(*_kernels.usable_isas())"
 ORDINARY = "not fuzz and not matrix and not ray and not real and not docs and not agents"
 ALSO_INSTALLED = ("pip", "setuptools", "wheel")  # with the environment
 

@@ -9,7 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import SessionError
 from quire.engine.requests.saved_sessions import SavedSessions
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.answers import answers_of
 from support.command_line import Run
 

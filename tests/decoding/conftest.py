@@ -10,8 +10,8 @@ import torch
 from quire.core.plan import NewRow
 from quire.decoding.grammars.row_state import TokenMasks
 from quire.decoding.sampler import SampledTokens, SamplingBatch, SamplingState, sample
+from quire.extension.isas import usable_isas
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.sampling import SamplingOps
 from support.on_tensors import logits_of
 

@@ -25,8 +25,8 @@ from quire.core.sequence import Request
 from quire.core.step_times import StepTimes
 from quire.engine.parallel import starters
 from quire.engine.parallel.starters import ForkedRanks
+from quire.extension.isas import usable_isas
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.scheduling.plan_builder import PlanBuilder
 from support.answers import Answer, answers_of
 from support.oracle_drafter import let_draft

@@ -11,7 +11,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
 from quire.core.plan import StepResult
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.answers import answers_of
 from support.server import ServerProcess, running_server
 

@@ -13,7 +13,7 @@ import torch
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.errors import RequestFailedError
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.answers import Answer, answers_of
 from support.poison import Poison, poison_blocks, preempt_now_and_then
 from support.random_model import VOCAB_SIZE, write_random_model

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.fuzz_seeds import first_seed
 from support.server import ServerProcess, running_server, wait_until
 from support.stopping import stopped

@@ -13,7 +13,7 @@ from quire.engine.fleet.offline_fleet import BlockingFleet
 from quire.engine.messages import SessionBlocks
 from quire.engine.offline_sessions import OfflineSessions
 from quire.engine.requests.input_processor import PreparedRequest
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.answers import answers_of
 from support.server import wait_until
 

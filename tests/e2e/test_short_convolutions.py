@@ -18,8 +18,8 @@ from quire.core.errors import ConfigError
 from quire.engine import sizing
 from quire.engine.loading import check_tails
 from quire.engine.options import EngineOptions
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.special_ops import ShortConvOp
 from support.answers import answers_of
 from support.every_way import CASES, ISAS, VOCAB_SIZE, alone, asked, check_all_at_once, check_beams, check_every_cut

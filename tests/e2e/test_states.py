@@ -15,7 +15,7 @@ from quire.core.errors import ConfigError, EngineError
 from quire.engine.loading import check_states
 from quire.engine.options import EngineOptions
 from quire.execution.swapper import Swapper
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.answers import answers_of
 from support.every_way import CASES, ISAS, VOCAB_SIZE, alone, asked, check_all_at_once, check_beams, check_every_cut
 from support.random_folder import write_random_folder

@@ -10,7 +10,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError
 from quire.engine.options import EngineOptions
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.random_folder import MIXTURE
 from support.server import running_server
 from support.zero_model import config_of

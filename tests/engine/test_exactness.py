@@ -18,8 +18,8 @@ import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.config import KERNEL_BLOCK_SIZES
+from quire.extension.isas import usable_isas
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from support.answers import Answer, answers_of
 from support.random_model import MAX_MODEL_LEN, VOCAB_SIZE, write_random_model
 from support.threads import set_num_threads

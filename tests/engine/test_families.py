@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.core.errors import ConfigError, EngineError
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.peft_folders import write_adapter
 from support.quantized_folder import Quantize, fp8, fp8_config, gptq, gptq_config
 from support.random_folder import write_random_folder

@@ -13,7 +13,7 @@ from quire.model.language_model import ForwardBatch
 from support.random_model import write_random_model
 from support.threads import set_num_threads
 
-_kernels = pytest.importorskip("quire.kernels.cpp._kernels", reason="the C++ kernels were not built")
+_kernels = pytest.importorskip("quire.extension._kernels", reason="the C++ kernels were not built")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
 

@@ -16,8 +16,8 @@ from quire.core.errors import ConfigError
 from quire.core.kv_identity import KV_EPOCH, KVIdentity
 from quire.engine.loading import LoadedModel, kv_identity, load
 from quire.engine.options import EngineOptions
+from quire.extension.isas import usable_isas
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 

@@ -20,7 +20,7 @@ from quire.core.errors import ConfigError
 from quire.core.kv_identity import NO_PARENT, StoredBlock
 from quire.execution import kv_store
 from quire.execution.kv_store import PIECE_BYTES, KVStore, LoadedBlocks, digest
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from support.fuzz_seeds import fuzz
 from support.stored_blocks import (
     BLOCK_SIZE,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.core.errors import ConfigError, NotInstalledError
+from quire.extension.isas import usable_isas
 from quire.kernels import choice
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.reference.back_ends import TORCH
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from torch import Tensor
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError
 from quire.core.plan import MAX_SNAPSHOTS
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, StateRows, StateShape, ring_length
 from quire.kernels.reference import delta_net as reference
 from quire.kernels.special_ops import DeltaNetOp, GateOp

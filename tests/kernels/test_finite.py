@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.core.arrays import BFLOAT16, FLOAT16, FLOAT32, DType, dtype_name
+from quire.extension.isas import usable_isas
 from quire.kernels import conversion
 from quire.kernels.conversion import all_finite, converted
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.torch_arrays import to_array, torch_dtype
 
 DTYPES = [FLOAT32, BFLOAT16, FLOAT16]

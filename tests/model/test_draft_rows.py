@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.reference.kv_cache import as_bytes
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.core.arrays import dtype_name
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
 from quire.model.sharding import Ranks

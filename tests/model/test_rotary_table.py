@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.model import rope
 from quire.model.rope import POSITIONS_AT_ONCE, RotaryTable, rotary_table
 

@@ -13,8 +13,8 @@ import torch
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.core.outputs import KVStats
+from quire.extension.isas import usable_isas
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.model.loader import load_model
 from support.answers import Answer, answers_of
 from support.oracle_drafter import let_draft

@@ -8,14 +8,14 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import quire.kernels.cpp
+import quire.extension
 
-NAME = "quire.kernels.cpp._kernels"
+NAME = "quire.extension._kernels"
 (path,) = (Path(__file__).parents[2] / "build/imitated").glob("_kernels*.so")
 assert NAME not in sys.modules, f"{NAME} has been imported"
 spec = spec_from_file_location(NAME, path)
 assert spec is not None
 assert spec.loader is not None
 extension = module_from_spec(spec)
-sys.modules[NAME] = quire.kernels.cpp._kernels = extension
+sys.modules[NAME] = quire.extension._kernels = extension
 spec.loader.exec_module(extension)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.core.plan import MAX_SNAPSHOTS
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.delta_net import StateRows
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quire.core.arrays import address
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from quire.model.checkpoints.packed_file import HEADER_AT, LENGTH_BYTES, MAGIC, PAGE_BYTES
 
 JUNK: list[Any] = [

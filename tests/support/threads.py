@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.kernels.cpp.isas import set_threads_of_kernels
+from quire.extension.isas import set_threads_of_kernels
 
 
 def set_num_threads(count: int) -> None:

@@ -41,7 +41,7 @@ def pack(
     Engines use it with --packed-weights FILE and the same settings. A file that fits already is left as it is.
     """
     from quire.engine.loading import load  # noqa: PLC0415 (for commands that load a model)
-    from quire.kernels.cpp.isas import usable_isas  # noqa: PLC0415
+    from quire.extension.isas import usable_isas  # noqa: PLC0415
     from quire.model.resolve import resolve_model  # noqa: PLC0415
 
     if not usable_isas():

@@ -15,7 +15,7 @@ from quire.cli.flag_groups import VARIABLE_PREFIX, flag
 from quire.cli.top.reading import UnreadableServerError, get_page, server_root
 from quire.core.host_limits import find_cpus, find_memory
 from quire.core.version import __version__
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 
 OPTIONAL_PACKAGES = ("torch", "triton", "transformers", "ray", "flashinfer-python")
 OTHER_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")

@@ -50,7 +50,7 @@ from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import make_drafter
 from quire.execution.image_rows import ImageRows
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError, expert_reads, num_layer_weights
 from quire.model.decoder import MAX_STEP_IMAGE_TOKENS, Decoder

@@ -20,9 +20,9 @@ from quire.engine.options import EngineOptions
 from quire.engine.requests.generation_config import eos_token_ids, sampling_defaults
 from quire.engine.sizing import ModelLimits, table_positions
 from quire.execution.device import Device
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_kv_dtype, serves_head_dim
 from quire.kernels.choice import choose_back_end
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache, KVGeometry

@@ -30,7 +30,7 @@ from quire.core.errors import ConfigError
 from quire.core.kv_identity import KVIdentity, StoredBlock
 from quire.execution.kv_folder import KVFolder, delete_older, open_alone, open_folder, open_others, open_read
 from quire.execution.kv_slots import SlotTable, record_bytes
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 
 from quire.core.errors import ConfigError, NotInstalledError
 from quire.core.optional_package import NEEDS_KERNELS, NEEDS_TORCH
+from quire.extension.isas import usable_isas
 from quire.kernels.back_end import MAX_HEAD_DIM, BackEnd, serves_head_dim
 from quire.kernels.cpp.cpp_back_end import cpp_ops
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ NumPy has no bfloat16, and no 8-bit floats. PyTorch converts where the extension
 import numpy as np
 
 from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32, UINT8, Array, DType, address, bits, dtype_name, empty
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, FP8, INT4, ZERO_POINTS, LinearWeight
 
 ELEMENTS_AT_ONCE = 1 << 20  # converted to float32 at a time
@@ -26,7 +26,7 @@ def convert(array: Array, out: Array) -> None:
 
         to_tensor(out).copy_(to_tensor(array))
         return
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     values = array if array.flags.c_contiguous else array.copy(order="C")
     kinds = [_kernels.VALUE_TYPES[dtype_name(each.dtype)] for each in (values, out)]
@@ -48,7 +48,7 @@ def all_finite(array: Array) -> bool:
     """Return whether no float is NaN or infinite. All threads take part."""
     values = array.T if array.T.flags.c_contiguous else array
     if usable_isas() and values.flags.c_contiguous and values.dtype in (BFLOAT16, FLOAT32):
-        from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+        from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
         kernel = _kernels.all_finite_bf16 if values.dtype == BFLOAT16 else _kernels.all_finite_float
         return bool(kernel(address(values), values.size))
@@ -86,7 +86,7 @@ def round_to_nearest(
     """
     if not usable_isas():
         return _round_by_torch(weight, weight_format, group_size, activation_group_size)
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     out_features, in_features = weight.shape
     size, step = min(group_size, in_features), max(ELEMENTS_AT_ONCE // in_features, 1)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from quire.core.arrays import FLOAT32, Array, address, empty
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.model.config_reader import MAX_POSITIONS, ConfigReader
 from quire.model.spec import Rotary, SpecError
 
@@ -54,7 +54,7 @@ class RotaryTable:
     def _fill_portion(self, begin: int, rows: Array) -> None:
         frequencies, half = self._frequencies, len(self._frequencies)
         if usable_isas():
-            from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+            from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
             _kernels.rotary_table(address(frequencies), half, begin, len(rows), self._scale, address(rows))
             return

@@ -10,7 +10,7 @@ import typer
 
 import quire
 from quire.core.host_limits import find_cpus, num_threads
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire_lab.sim.statistics import Distribution, Spread, Timeline, latencies, spread
 from quire_lab.sim.workloads import WorkItem
 

@@ -22,7 +22,7 @@ from quire.engine.fleet.fleet import FleetSettings
 from quire.engine.fleet.offline_fleet import BlockingFleet, total
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.embedders import write_embedder, write_reranker
 from support.peft_folders import write_adapter
 from support.random_model import write_random_model

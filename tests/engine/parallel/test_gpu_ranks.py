@@ -23,7 +23,7 @@ from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_set import RankSet
 from quire.execution.cuda.cuda_graphs import GraphSize
 from quire.execution.cuda.cuda_memory import pinned_bytes
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.model.kv_cache import KVGeometry
 from quire.model.language_model import ForwardBatch
 from quire.model.sharding import Shard

@@ -21,7 +21,7 @@ from quire.engine.parallel.nccl import (
     file_store,
     open_group,
 )
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.reference.linear import make_linear
 from quire.model.sharding import Cut, Shard

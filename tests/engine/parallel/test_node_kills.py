@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.kill_matrix import Asking, Run, check_end, check_goes_on, expected_tokens, reach
 from support.namespaces import Machine, loopback_addresses, may_make_namespaces, two_namespaces
 from support.nodes import NodeCommand, free_port

@@ -13,7 +13,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, RankLostError
 from quire.core.version import __version__
 from quire.engine.parallel.link import RankedModel
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.model.sharding import ADDED_BYTES
 from support.faults import raising
 from support.metrics_page import num_restarts

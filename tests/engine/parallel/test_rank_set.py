@@ -15,7 +15,7 @@ from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.parallel.link import RankedModel
 from quire.engine.parallel.rank_set import RankSet
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory

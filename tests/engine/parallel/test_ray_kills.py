@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from quire.engine.parallel.node import PROCESS_MODULE
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.kill_matrix import Asking, Run, check_end, check_goes_on, expected_tokens, reach
 from support.ray_cluster import RayCluster
 from support.server import is_running, wait_until

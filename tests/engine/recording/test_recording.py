@@ -38,7 +38,7 @@ from quire.engine.recording.record import (
 )
 from quire.engine.recording.recorded_scheduler import RecordedScheduler
 from quire.engine.recording.replay import DifferenceError
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.scheduling.planner import Planner
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.waiting_lines import Lack

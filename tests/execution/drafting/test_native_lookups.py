@@ -13,7 +13,7 @@ from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.execution.drafting.drafters import AdaptiveLength, Lookup, LookupDrafter, StepCost, make_lookup
 from quire.execution.drafting.lookups import ScopedLookup, SuffixRules, SuffixTexts
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 
 NUM_ROWS = 6
 SETTINGS = [

@@ -9,7 +9,7 @@ import pytest
 from quire.core.speculation import SpeculationConfig
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.drafters import make_lookup
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 
 
 @pytest.fixture(params=["C++", "plain"])

@@ -15,7 +15,7 @@ from quire.core.speculation import parse_speculation
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.drafters import make_lookup
 from quire.execution.drafting.lookups import GAP, RULES, RecentOutputs
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 
 PHRASE = list(range(100, 140))
 

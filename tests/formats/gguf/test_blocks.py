@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType, bits, dtype_name
+from quire.extension.isas import usable_isas
 from quire.formats.gguf import blocks as module
 from quire.formats.gguf.blocks import (
     KINDS,
@@ -16,7 +17,6 @@ from quire.formats.gguf.blocks import (
     reference,
 )
 from quire.kernels.conversion import converted
-from quire.kernels.cpp.isas import usable_isas
 from support.gguf_blocks import HALVES, random_rows
 
 LEAST = {"MXFP4": -50}  # magnitudes of scales

@@ -13,12 +13,12 @@ from torch import Tensor
 from quire.core.arrays import BFLOAT16, FLOAT32, bits
 from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
+from quire.extension.isas import usable_isas
 from quire.formats.gguf import gguf_weights
 from quire.formats.gguf.blocks import KINDS, read_values
 from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_weights import SCHEMES, GGUFCheckpoint, GGUFFormat, GGUFQuantization, block_scheme
 from quire.kernels.back_end import BackEnd
-from quire.kernels.cpp.isas import usable_isas
 from quire.kernels.linear_weight import LinearWeight
 from quire.kernels.quantized import expand
 from quire.kernels.reference.linear import reference

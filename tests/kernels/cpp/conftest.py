@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_kernels = pytest.importorskip("quire.kernels.cpp._kernels", reason="the C++ kernels were not built")
+_kernels = pytest.importorskip("quire.extension._kernels", reason="the C++ kernels were not built")
 ISAS = _kernels.usable_isas()
 
 

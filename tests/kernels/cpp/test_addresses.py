@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 
 
 def test_address_is_that_of_the_first_element() -> None:
@@ -24,7 +24,7 @@ def test_only_arrays_have_one(value: object) -> None:
 
 FROZEN = """
 import gc
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 cycle = [_kernels.Heads(1, 1, 8)]
 cycle.append(cycle)
 del cycle

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from quire.core.arrays import BFLOAT16, FLOAT32, UINT8, DType, address, bits, dtype_name
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppHead
 from quire.kernels.cpp.cpp_packing import ALIGNMENT, MAPPED_AT_ONCE, PackedMemory
 from quire.kernels.linear_weight import LinearWeight

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from quire.kernels.reference import sampling
 from quire.kernels.sampling import Penalties, num_words
 from quire.kernels.sampling import uniforms as philox_uniforms

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.core.arrays import Array
+from quire.extension import _kernels
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import paged_attention
 from quire.kernels.cpp.cpp_kv_cache import write_kv
 from quire.kernels.cpp.fused_ops import TRANSLATIONS, FusedOps, fuse

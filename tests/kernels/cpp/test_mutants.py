@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 
 ROOT = Path(__file__).parents[3]
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # cmake and ninja from PyPI too
@@ -32,7 +32,7 @@ pytestmark = [
 RUNNER = """
 import importlib.util, json, sys
 import torch, pytest
-NAME = "quire.kernels.cpp._kernels"
+NAME = "quire.extension._kernels"
 spec = importlib.util.spec_from_file_location(NAME, sys.argv[1])
 sys.modules[NAME] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[NAME])

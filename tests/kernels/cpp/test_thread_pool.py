@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from quire.kernels.linear_weight import LinearWeight
 
 dense = LinearWeight.dense

@@ -12,7 +12,7 @@ import pytest
 from msgspec.json import encode
 
 from quire.engine.options import EngineOptions
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from support.http_app import ask, make_app
 from support.openai_server import OpenAIServer, openai_server
 

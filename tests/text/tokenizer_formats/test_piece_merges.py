@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from quire.extension.isas import usable_isas
 from quire.formats.gguf.gguf_tokenizer import needed_merges
-from quire.kernels.cpp.isas import usable_isas
 from quire.text.tokenizer_formats import piece_merges as module
 from quire.text.tokenizer_formats.piece_merges import piece_merges
 

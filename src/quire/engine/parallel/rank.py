@@ -25,7 +25,7 @@ from quire.engine.parallel.peer import Commands
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import StepLimits
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.isas import set_threads_of_kernels, usable_isas
+from quire.extension.isas import set_threads_of_kernels, usable_isas
 from quire.model.decoder import Decoder
 from quire.model.resolve import model_digest, resolve_model
 

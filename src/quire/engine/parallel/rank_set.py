@@ -32,7 +32,7 @@ from quire.engine.parallel.peer import Peer, ReportT
 from quire.execution.device import Device, StepLimits
 from quire.execution.executor import Executor
 from quire.execution.worker import StepCompute
-from quire.kernels.cpp.isas import set_threads_of_kernels, usable_isas
+from quire.extension.isas import set_threads_of_kernels, usable_isas
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVGeometry
 from quire.model.resolve import model_digest, resolve_model

@@ -14,7 +14,7 @@ import numpy as np
 from quire.core.arrays import FLOAT32, Array, DType
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_messages import MemoryLayout, Report
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from quire.kernels.cpp.cpp_gather import HEADER_BYTES, CppGather, CppSum, JoinedHead
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.layers import Linear

@@ -24,7 +24,7 @@ from quire.engine.parallel.join import Joined, JoinPort
 from quire.engine.parallel.node import Members, threads_of
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_set import RankSet, Starter, Transport
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 
 JOIN_SHARE = 0.9            # part of the start timeout, for all ranks to join
 

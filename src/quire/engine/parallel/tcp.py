@@ -29,7 +29,7 @@ from quire.engine.parallel.collectives import as_bytes, joined, padded, widest
 from quire.engine.parallel.link import GatheredHead
 from quire.engine.parallel.peer import Peer
 from quire.engine.parallel.rank_messages import MemoryLayout, Published, Report
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from quire.kernels.cpp.cpp_gather import InterruptedExchangeError
 from quire.kernels.layers import Linear
 from quire.kernels.torch_arrays import to_array, to_tensor, torch_dtype

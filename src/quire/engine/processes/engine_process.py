@@ -41,7 +41,7 @@ from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
 from quire.engine.processes.liveness import Heartbeat, LayerCost, StallDetector
 from quire.engine.processes.profiler import Profiler
-from quire.kernels.cpp.isas import threads_of_kernels
+from quire.extension.isas import threads_of_kernels
 from quire.model.resolve import resolve_model, resolve_tokenizer
 
 if TYPE_CHECKING:

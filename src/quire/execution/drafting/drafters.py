@@ -23,7 +23,7 @@ from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftRows
 from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.lookups import RULES, NgramLookup, ScopedLookup, SuffixTexts
-from quire.kernels.cpp.isas import usable_isas
+from quire.extension.isas import usable_isas
 from quire.model.config import ExpertReads
 
 # Products that take as long as reading one byte: of floats, of integers of 8 bits, and of 4. One thread of a Zen 4 for

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.arrays import FLOAT32, INT64, UINT8, Array, DType, address, empty
+from quire.extension.isas import usable_isas
 from quire.formats.gguf.gguf_file import GGML_TYPES
 from quire.kernels.conversion import converted
-from quire.kernels.cpp.isas import usable_isas
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of 4 bits, scales are half
@@ -118,7 +118,7 @@ def read_blocks(type_name: str, rows: Array, out: WeightBlocks) -> bool:
         if out.minimums is not None and found.minimums is not None:
             out.minimums[...] = found.minimums
         return found.is_finite()
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     places = address(out.elements), address(out.scales), address(out.minimums)
     return _kernels.read_blocks(*_rows_of_blocks(type_name, rows), *places)
@@ -128,7 +128,7 @@ def read_values(type_name: str, rows: Array) -> Array:
     """Return the values of the blocks in the bytes of some rows, float32 [num_rows, width]."""
     if not usable_isas():
         return reference(type_name, rows).values()
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     layout = _LAYOUTS[type_name]
     values = np.empty((len(rows), rows.shape[1] // layout.block_bytes * layout.block_size), FLOAT32)
@@ -146,7 +146,7 @@ def copy_blocks(type_name: str, rows: Array, out: Array) -> bool:
     if not usable_isas():
         out[...] = rows
         return reference(type_name, out).is_finite()
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     return _kernels.copy_blocks(*_rows_of_blocks(type_name, rows), address(out))
 
@@ -173,7 +173,7 @@ class BlockedTable:
             if (token_ids < 0).any():
                 raise IndexError(f"a row of {token_ids.min()}")
             return converted(reference(self._type_name, self._rows[token_ids]).values(), self._dtype)
-        from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+        from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
         assert token_ids.dtype == INT64, f"ids of {token_ids.dtype}"
         assert token_ids.flags.c_contiguous, "ids with gaps"
@@ -186,7 +186,7 @@ class BlockedTable:
 
 def _rows_of_blocks(type_name: str, rows: Array) -> tuple[int, int, int, int, int]:
     """Return rows as the extension takes them."""
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     num_rows, row_bytes = rows.shape
     assert rows.dtype == UINT8, f"bytes as {rows.dtype}"

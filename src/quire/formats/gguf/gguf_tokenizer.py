@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quire.core.arrays import address
+from quire.extension.isas import usable_isas
 from quire.formats.gguf.gguf_config import CONTROL_TEXTS
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.kernels.cpp.isas import usable_isas
 from quire.text.text_settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, TextSettings, default_and_tool_template
 from quire.text.tokenizer_formats.folder_tokenizer import put_around
 from quire.text.tokenizer_formats.piece_merges import QWEN2_SPLIT, merges_in_order, piece_merges, score_ranks
@@ -213,7 +213,7 @@ def needed_merges(
     """
     if not usable_isas():
         return piece_merges(texts, scores, is_result)
-    from quire.kernels.cpp import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
 
     lengths = np.fromiter(map(len, texts), np.int64, len(texts))
     characters = np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32)

@@ -8,8 +8,8 @@ from dataclasses import fields
 import numpy as np
 
 from quire.core.arrays import Array
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_kv_cache import CacheSizes, layer_cache
 from quire.kernels.cpp.dtypes import address, in_heads, kernel_dtype, pair, row_stride
 from quire.kernels.paged_attention import AttentionMetadata, AttentionSpec

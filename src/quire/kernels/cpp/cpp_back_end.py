@@ -6,8 +6,8 @@ from typing import Any
 
 def cpp_ops(isa: str) -> dict[str, Any]:
     """Return the ops of a back end by field, in C++ for one instruction set: from now on the whole process's."""
-    from quire.kernels.cpp import (  # noqa: PLC0415 (the extension is optional)
-        _kernels,
+    from quire.extension import _kernels  # noqa: PLC0415 (the extension is optional)
+    from quire.kernels.cpp import (  # noqa: PLC0415
         cpp_attention,
         cpp_delta_net,
         cpp_experts,

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.arrays import UINT8, Array, DType, dtype_name
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
 from quire.kernels.delta_net import DeltaNetSpec, StateRows, StateShape
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.core.arrays import Array
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import address, pair
 from quire.kernels.layers import Expert, ExpertSplit, GatherHook, Linear, Routing, SumHook

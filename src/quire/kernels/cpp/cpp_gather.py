@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.core.arrays import FLOAT32, Array, DType
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import kernel_dtype
 

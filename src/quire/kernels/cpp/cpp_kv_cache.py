@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32, Array, DType
 from quire.core.config import KERNEL_BLOCK_SIZES, QUANTIZED, KVDtype
+from quire.extension import _kernels
 from quire.kernels.back_end import MAX_HEAD_DIM, serves_head_dim
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, in_heads, kernel_dtype, pair, row_stride
 from quire.kernels.kv_cache import ONES, KVScales, by_block_bytes
 from quire.kernels.paged_attention import RotarySpec

@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType, empty
 from quire.core.errors import ConfigError
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_packing import PackedMemory, PackedTable, PackedWeight, kernel_format, pack, pack_portions
 from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
 from quire.kernels.layers import GATED, Activation

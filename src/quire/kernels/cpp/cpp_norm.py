@@ -7,8 +7,8 @@ else: parameters are checked at construction, and with a residual the results ta
 import numpy as np
 
 from quire.core.arrays import Array
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, is_in_rows, kernel_dtype, pair, row_stride
 
 _RMS_NORM, _LAYER_NORM = pair("rms_norm"), pair("layer_norm")

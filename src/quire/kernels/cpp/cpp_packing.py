@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.core.arrays import FLOAT32, INT32, INT64, UINT8, Array, DType, concatenated, empty
+from quire.extension import _kernels
 from quire.kernels.conversion import converted
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
 from quire.kernels.linear_weight import CODEBOOK4, DENSE, STRIP_ROWS, LinearWeight, WeightPortions
 

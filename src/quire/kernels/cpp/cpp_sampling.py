@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.arrays import FLOAT32, Array
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 from quire.kernels.cpp.dtypes import is_in_rows, row_stride
 from quire.kernels.sampling import (
     SETTINGS,

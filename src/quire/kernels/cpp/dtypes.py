@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from quire.core.arrays import BFLOAT16, FLOAT32, Array, DType
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 
 
 def pair(name: str) -> dict[DType, Callable[..., Any]]:

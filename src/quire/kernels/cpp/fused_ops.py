@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from quire.core.arrays import FLOAT32, Array, DType
+from quire.extension import _kernels
 from quire.kernels import program as ops
 from quire.kernels import special_ops
-from quire.kernels.cpp import _kernels
 from quire.kernels.cpp.cpp_attention import attention_parameters, metadata_arguments, paged_attention
 from quire.kernels.cpp.cpp_delta_net import checked_states, delta_net, delta_net_weights, gate, state_arguments
 from quire.kernels.cpp.cpp_experts import CppExperts

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.core.plan import NewRow
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 
 
 class CppNgramLookup:

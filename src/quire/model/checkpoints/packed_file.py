@@ -24,7 +24,7 @@ import numpy as np
 
 from quire.core.arrays import MODEL_DTYPES, UINT8, Array, DType, address, dtype_name, empty
 from quire.core.errors import ModelError
-from quire.kernels.cpp import _kernels
+from quire.extension import _kernels
 
 SUFFIX = ".quire"
 MAGIC = b"QUIREPW1"  # the last character is the version of this format
