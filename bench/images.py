@@ -34,6 +34,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from quire import LLM, SamplingParams
+from quire.core.image_processing import PreparedImage
 from quire.core.images import PromptImage
 from quire.core.token_ids import pack_tokens
 from quire.engine.requests.input_processor import TokenizedPrompt
@@ -47,6 +48,7 @@ LLAMA = {
     "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 4096,
 }  # fmt: skip
 SIDE, NUM_ROWS = 336, 576
+GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 ANSWER = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
@@ -117,7 +119,7 @@ def encoders(
     pixels = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     given = np.random.default_rng(0).standard_normal((3, SIDE, SIDE), np.float32)
     for dtype in dtypes:
-        kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+        kind = GGUF_TYPES[dtype]
         theirs = transformers.LlavaForConditionalGeneration.from_pretrained(files / "model", dtype=dtype).eval().model
         torch.set_num_threads(threads)
         tensor = torch.from_numpy(given)[None].to(theirs.dtype)
@@ -143,18 +145,18 @@ def encoders(
 
 def questions(files: Path, rounds: int, threads: int) -> None:
     """Time the first token of later questions about an image, and of text behind a cached prefix, in one process."""
-    pixels = np.random.default_rng(0).standard_normal((3, SIDE, SIDE), np.float32)
+    pixels = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
     with LLM(files / "model", num_kv_blocks=256) as llm:
         inputs = llm._engine.ready.images
         assert inputs is not None
 
         def first_token(parts: list[int], image: bool, question: int) -> None:
             ids = [*parts, *(10 + (question * 16 + each) * 7 % 300 for each in range(16))]
-            found = PromptImage(8, NUM_ROWS, 1, (24, 24), (3, SIDE, SIDE), pixels.tobytes())
+            found = PromptImage(8, NUM_ROWS, 1, PreparedImage(SIDE, SIDE, (24, 24), pixels.tobytes()))
             prompt = TokenizedPrompt(None, pack_tokens(ids), images=(found,) if image else ())
             llm._finish_all(llm._prepare([prompt], ONE_TOKEN), use_tqdm=False)
 
-        behind_image = [*range(100, 108), *[inputs.image_token_id] * NUM_ROWS]
+        behind_image = [*range(100, 108), *[inputs.settings.image_token_id] * NUM_ROWS]
         behind_text = [*range(200, 208), *(10 + each * 5 % 300 for each in range(NUM_ROWS))]
         print(f"first question about an image: {timed(lambda: first_token(behind_image, True, 0)) * 1e3:.1f} ms")
         numbers = iter(range(1, 1 << 20))
@@ -223,37 +225,44 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def servers(files: Path, rounds: int, llama_server: Path, threads: int) -> None:
-    """Time one token over HTTP, of first and later questions about images, behind the same two files."""
+def servers(files: Path, rounds: int, dtypes: list[str], llama_server: Path | None, threads: int) -> None:
+    """Time one token over HTTP, of questions about images and behind a text, of the same two files."""
     urls = []
     for seed in range(rounds + 2):
         buffer = BytesIO()
         noise = np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
         Image.fromarray(noise).save(buffer, "PNG", compress_level=1)
         urls.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
-    text, projector = (str(files / "f16" / name) for name in ("text.gguf", "mmproj.gguf"))
-    ports = {"Quire": free_port(), "llama-server": free_port()}
     quire = shutil.which("quire", path=Path(sys.executable).parent)
     assert quire is not None
-    commands = {
-        "Quire": [quire, "serve", text, "--mmproj", projector, "--port", str(ports["Quire"])],
-        "llama-server": [
-            str(llama_server), "-m", text, "--mmproj", projector, "-t", str(threads), "-c", "4096", "-np", "1",
-            "--jinja", "--port", str(ports["llama-server"]),
-        ],
-    }  # fmt: skip
-    for name, command in commands.items():
-        seconds: dict[str, list[float]] = {"first question": [], "next question": [], "after another image": []}
-        with serving(command, ports[name]):
-            port = ports[name]
-            ask(port, urls[-1], "Warm?")
-            for number, url in enumerate(urls[:rounds]):
-                seconds["first question"].append(timed(lambda: ask(port, url, "What is it?")))  # noqa: B023
-                seconds["next question"].append(timed(lambda: ask(port, url, "Which colours?")))  # noqa: B023
-                ask(port, urls[-2], f"Number {number}?")
-                seconds["after another image"].append(timed(lambda: ask(port, url, "Is it noise?")))  # noqa: B023
-        for what, each in seconds.items():
-            shown(f"{name}, {what}", each)
+    known = " ".join(f"w{number * 7 % 97}" for number in range(200))
+    for dtype in dtypes:
+        text, projector = (str(files / GGUF_TYPES[dtype] / name) for name in ("text.gguf", "mmproj.gguf"))
+        ports = {"Quire": free_port(), "llama-server": free_port()}
+        commands = {
+            "Quire": [quire, "serve", text, "--mmproj", projector, "--port", str(ports["Quire"])],
+            "llama-server": [
+                str(llama_server), "-m", text, "--mmproj", projector, "-t", str(threads), "-c", "4096", "-np", "1",
+                "--jinja", "--port", str(ports["llama-server"]),
+            ],
+        }  # fmt: skip
+        for name, command in commands.items():
+            if name != "Quire" and llama_server is None:
+                continue
+            asked = ("first question", "next question", "after another image", "behind a text")
+            seconds: dict[str, list[float]] = {each: [] for each in asked}
+            with serving(command, ports[name]):
+                port = ports[name]
+                ask(port, urls[-1], "Warm?")
+                for number, url in enumerate(urls[:rounds]):
+                    seconds[asked[0]].append(timed(lambda: ask(port, url, "What is it?")))  # noqa: B023
+                    seconds[asked[1]].append(timed(lambda: ask(port, url, "Which colours?")))  # noqa: B023
+                    ask(port, urls[-2], f"Number {number}?")
+                    seconds[asked[2]].append(timed(lambda: ask(port, url, "Is it noise?")))  # noqa: B023
+                    ask(port, None, f"{known} {number}?")
+                    seconds[asked[3]].append(timed(lambda: ask(port, None, f"{known} Which colours?")))  # noqa: B023
+            for what, each in seconds.items():
+                shown(f"{name}, {dtype}, {what}", each)
 
 
 def main(
@@ -272,8 +281,8 @@ def main(
         questions(files, rounds, threads)
     if only in ("", "texts"):
         texts(files, rounds, threads)
-    if only in ("", "servers") and llama_server is not None:
-        servers(files, rounds, llama_server, threads)
+    if only == "servers" or (not only and llama_server is not None):
+        servers(files, rounds, dtypes.split(","), llama_server, threads)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.image_processing import PreparedImage
 from quire.core.images import PromptImage, cache_keys
 from quire.core.sampling_params import as_sampling_params
 from quire.core.token_ids import pack_tokens
@@ -33,7 +34,18 @@ from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.faults import raising
-from support.image_prompts import GREEDY, RANDOM, answers, generate, open_llm, text
+from support.image_prompts import (
+    GREEDY,
+    PROCESSOR_FILE,
+    RANDOM,
+    answers,
+    generate,
+    open_llm,
+    random_image,
+    save,
+    text,
+    values_of,
+)
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -59,6 +71,8 @@ GEMMA3 = {
     "text_config": GEMMA, "vision_config": SIGLIP, "image_token_index": IMAGE, "mm_tokens_per_image": NUM_ROWS,
 }  # fmt: skip
 FAMILIES = {"llava": ("Llava", LLAVA), "gemma3": ("Gemma3", GEMMA3)}
+SIZE = {"height": 56, "width": 56}
+PROCESSORS = {"llava": {"size": {"shortest_edge": 56}, "crop_size": SIZE}, "gemma3": {"size": SIZE}}
 
 
 def make_reference(family: str = "llava", **changes: object) -> "transformers.PreTrainedModel":
@@ -74,20 +88,24 @@ def make_reference(family: str = "llava", **changes: object) -> "transformers.Pr
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    make_reference(request.param).save_pretrained(path)
+    save(make_reference(request.param), path, PROCESSORS[request.param])
     return path
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llava")
-    make_reference().save_pretrained(path)
+    save(make_reference(), path, PROCESSORS["llava"])
     return path
 
 
 @cache
+def picture(number: int) -> PreparedImage:
+    return random_image(number, 56, 56, (4, 4))
+
+
 def pixels(number: int) -> torch.Tensor:
-    return torch.randn(3, 56, 56, generator=torch.Generator().manual_seed(number))
+    return values_of(picture(number))
 
 
 def prompt(*parts: list[int] | int, salt: str | None = None) -> TokenizedPrompt:
@@ -95,8 +113,7 @@ def prompt(*parts: list[int] | int, salt: str | None = None) -> TokenizedPrompt:
     ids, images = list[int](), list[PromptImage]()
     for part in parts:
         if isinstance(part, int):
-            data = pixels(part).numpy().tobytes()
-            images.append(PromptImage(len(ids), NUM_ROWS, part, (4, 4), (3, 56, 56), data))
+            images.append(PromptImage(len(ids), NUM_ROWS, part, picture(part)))
         ids += [IMAGE] * NUM_ROWS if isinstance(part, int) else part
     return TokenizedPrompt(None, pack_tokens(ids), salt, images=tuple(images))
 
@@ -210,7 +227,8 @@ def test_names_of_other_checkpoints_are_read(old: str, folder: Path, tmp_path: P
     }  # fmt: skip
     tensors = load_file(folder / "model.safetensors")
     save_file({name.replace(old, new[old], 1): each for name, each in tensors.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for name in ("config.json", PROCESSOR_FILE):
+        (tmp_path / name).write_text((folder / name).read_text())
     with open_llm(tmp_path) as llm:
         assert answers(llm, PROMPTS[:1]) == alone[:1]
 
@@ -368,7 +386,8 @@ def test_a_failing_encoder_fails_its_request_alone(folder: Path, alone: list[lis
 
 
 def test_random_weights_have_a_tower(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for name in ("config.json", PROCESSOR_FILE):
+        (tmp_path / name).write_text((folder / name).read_text())
     with open_llm(tmp_path, load_format="dummy") as llm:
         first, second = answers(llm, [prompt(1, text(2, 3)), prompt(2, text(2, 3))])
     assert first != second
@@ -380,7 +399,8 @@ def test_encodings_are_bounded_and_charged(llava: Path) -> None:
     assert inputs is not None
     spec = read_folder(llava).spec
     assert spec.vision is not None
-    assert (inputs.family, inputs.image_token_id, inputs.num_tokens, inputs.shape) == ("llava", IMAGE, 16, (3, 56, 56))
+    assert (inputs.settings.family, inputs.settings.image_token_id) == ("llava", IMAGE)
+    assert (inputs.num_tokens, inputs.size) == (16, (56, 56))
     assert inputs.cost >= 1
     assert inputs.max_tokens == (256 << 20) // (48 * 4)
     images, step = ImageEncodings(replace_struct(inputs, max_tokens=40, cost=5)), PlanBuilder()
@@ -427,15 +447,15 @@ def replace_struct(inputs: Any, **changes: Any) -> Any:  # noqa: ANN401
         ({"num_tokens": 15}, r"images\[0\]: must have 16 placeholders, got 15"),
         ({"serial": -1}, r"images\[0\]: serial must be from 0"),
         ({"serial": 2**31}, r"images\[0\]: serial must be from 0"),
-        ({"shape": (3, 56, 57)}, r"images\[0\]: pixels must be float32 \[3, 56, 56\]"),
-        ({"pixels": b"1234"}, r"images\[0\]: pixels must be float32 \[3, 56, 56\], got \[3, 56, 56\] in 4 bytes"),
+        ({"prepared": random_image(1, 56, 57, (4, 4))}, r"pixels must be 56 x 56 in 9408 bytes, got 56 x 57 in 9576"),
+        ({"prepared": PreparedImage(56, 56, (4, 4), b"1234")}, r"in 9408 bytes, got 56 x 56 in 4 bytes"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str, shared: LLM) -> None:
     asked = PROMPTS[0]
-    image = replace_struct(asked.images[0], **change)
+    wrong = replace_struct(asked.images[0], **change)
     with pytest.raises(InvalidRequestError, match=message) as refused:
-        generate(shared, [asked._replace(images=(image,))])
+        generate(shared, [asked._replace(images=(wrong,))])
     assert refused.value.param == "images"
 
 
@@ -471,6 +491,18 @@ def test_settings_without_images_say_so(
         assert llm._engine.ready.images is None
         assert llm._engine.ready.no_images_reason == reason
         assert generate(llm, PROMPTS[3:4])[0].finished
+
+
+def test_files_without_a_processor_serve_text_alone(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with open_llm(tmp_path) as llm:
+        with pytest.raises(InvalidRequestError, match="images cannot be used: the settings of the model's image proc"):
+            generate(llm, PROMPTS[:1])
+        assert generate(llm, PROMPTS[3:4])[0].finished
+    assert "images of requests are refused" in caplog.text
 
 
 def test_a_plan_tells_what_an_image_takes(llava: Path) -> None:

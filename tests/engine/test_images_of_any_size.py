@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import BeamSearchParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.image_processing import PreparedImage
 from quire.core.images import PromptImage
 from quire.core.sampling_params import as_sampling_params
 from quire.core.token_ids import pack_tokens
@@ -33,7 +34,18 @@ from quire_lab.sim.hardware import HARDWARE
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
-from support.image_prompts import GREEDY, RANDOM, answers, generate, open_llm, text
+from support.image_prompts import (
+    GREEDY,
+    PROCESSOR_FILE,
+    RANDOM,
+    answers,
+    generate,
+    open_llm,
+    random_image,
+    save,
+    text,
+    values_of,
+)
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -69,6 +81,7 @@ QWEN2 = QWEN25 | {
 }  # fmt: skip
 FAMILIES = {"qwen2_5_vl": ("Qwen2_5_VL", QWEN25), "qwen3_vl": ("Qwen3VL", QWEN3)}
 OTHERS = {"qwen2_vl": ("Qwen2VL", QWEN2)}     # as the first one in all else
+PROCESSOR = {"patch_size": 7, "merge_size": 2}
 SIZES = ((28, 112), (42, 70), (14, 56), (70, 14), (14, 14))     # pixels; rows of 8, 5, 4 and 1
 
 
@@ -85,13 +98,18 @@ def make_reference(family: str, **changes: object) -> "transformers.PreTrainedMo
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    make_reference(request.param).save_pretrained(path)
+    save(make_reference(request.param), path, PROCESSOR)
     return path
 
 
 @cache
+def picture(number: int) -> PreparedImage:
+    height, width = SIZES[number]
+    return random_image(number, height, width, (height // UNIT, width // UNIT))
+
+
 def pixels(number: int) -> torch.Tensor:
-    return torch.randn(3, *SIZES[number], generator=torch.Generator().manual_seed(number))
+    return values_of(picture(number))
 
 
 def patches_of(numbers: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -115,9 +133,8 @@ def prompt(*parts: list[int] | int) -> TokenizedPrompt:
     ids, images = list[int](), list[PromptImage]()
     for part in parts:
         if isinstance(part, int):
-            data, (height, width) = pixels(part).numpy(), SIZES[part]
-            grid = height // UNIT, width // UNIT
-            images.append(PromptImage(len(ids), grid[0] * grid[1], part, grid, data.shape, data.tobytes()))
+            own = picture(part)
+            images.append(PromptImage(len(ids), own.grid[0] * own.grid[1], part, own))
         ids += [IMAGE] * images[-1].num_tokens if isinstance(part, int) else part
     return TokenizedPrompt(None, pack_tokens(ids), None, images=tuple(images))
 
@@ -192,24 +209,24 @@ def test_bfloat16_error_of_a_tower_is_at_most_1_2_times_that_of_transformers(fam
 
 def test_answers_equal_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-    params = replace(GREEDY, max_tokens=32, logprobs=160)
+    no_image = {IMAGE: -100.0}      # transformers would take it for a placeholder
+    params = replace(GREEDY, max_tokens=32, logprobs=160, logit_bias=no_image)
     with open_llm(folder, max_logprobs=160) as llm:
         found = generate(llm, PROMPTS[:3], params)
     for own, asked in zip(found, PROMPTS, strict=False):
         branch, num_prompt = own.outputs[0], len(asked.token_ids)
-        assert IMAGE not in branch.token_ids            # transformers would take it for an image
         ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
         types = {"mm_token_type_ids": (ids == IMAGE).int(), **patches_of([each.serial for each in asked.images])}
         with torch.no_grad():
             expected = reference(input_ids=ids, **types).logits[0, num_prompt - 1 : -1].log_softmax(-1)
-        assert expected.argmax(-1).tolist() == list(branch.token_ids)
+        assert expected[:, :IMAGE].argmax(-1).tolist() == list(branch.token_ids)
         ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
         torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_answers_of_other_families_equal_transformers(family: str, tmp_path: Path) -> None:
-    make_reference(family).save_pretrained(tmp_path)
+    save(make_reference(family), tmp_path, PROCESSOR)
     test_answers_equal_transformers(tmp_path)
 
 
@@ -217,7 +234,7 @@ def test_answers_of_other_families_equal_transformers(family: str, tmp_path: Pat
 def test_encoders_with_heads_that_no_kernel_of_the_cpu_has_are_served(num_heads: int, tmp_path: Path) -> None:
     """Heads of 4, and of 640: PyTorch's kernels serve, as for such a text model."""
     vision = {**QWEN25_VISION, "num_heads": num_heads, "hidden_size": 32 if num_heads == 8 else 1280, "depth": 2}
-    make_reference("qwen2_5_vl", vision_config=vision).save_pretrained(tmp_path)
+    save(make_reference("qwen2_5_vl", vision_config=vision), tmp_path, PROCESSOR)
     test_answers_equal_transformers(tmp_path)
 
 
@@ -241,6 +258,7 @@ def test_files_as_published_and_as_in_memory_are_one_model(folder: Path, tmp_pat
         config = own | config | {"rope_scaling": scaling, "rope_theta": rope["rope_theta"]}
     save_file(renamed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / PROCESSOR_FILE).write_text((folder / PROCESSOR_FILE).read_text())
     with open_llm(folder) as llm:
         expected = answers(llm, PROMPTS[:1])
     with open_llm(tmp_path) as llm:
@@ -348,25 +366,27 @@ def test_text_has_the_bits_of_the_text_model(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"grid": (4, 4)}, r"images\[0\]: pixels must be float32 \[3, 56, 56\], got \[3, 28, 112\]"),
-        ({"grid": (8, 2)}, r"images\[0\]: pixels must be float32 \[3, 112, 28\], got \[3, 28, 112\]"),
+        ({"grid": (4, 4)}, r"images\[0\]: pixels must be 56 x 56 in 9408 bytes, got 28 x 112 in 9408 bytes"),
+        ({"grid": (8, 2)}, r"images\[0\]: pixels must be 112 x 28 in 9408 bytes, got 28 x 112 in 9408 bytes"),
         ({"grid": (0, 8)}, r"images\[0\]: must have a grid of at least 1 x 1, got 0 x 8"),
-        ({"num_tokens": 15}, r"images\[0\]: must have 16 placeholders, got 15"),
-        ({"grid": (2, 9), "shape": (3, 28, 126)}, r"images\[0\]: takes 18 tokens, and image_cache_memory holds 17"),
+        ({"pixels": b""}, r"images\[0\]: pixels must be 28 x 112 in 9408 bytes, got 28 x 112 in 0 bytes"),
+        ({"grid": (2, 9), "width": 126}, r"images\[0\]: takes 18 tokens, and image_cache_memory holds 17"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str, folder: Path) -> None:
-    image = structs.replace(PROMPTS[0].images[0], **change)
+    given = PROMPTS[0].images[0]
+    wrong = structs.replace(given, prepared=structs.replace(given.prepared, **change))
     row_bytes = HIDDEN * 4 * (3 if "qwen3" in folder.name else 1)
     with (
         open_llm(folder, image_cache_memory=17 * row_bytes) as llm,
         pytest.raises(InvalidRequestError, match=message),
     ):
-        generate(llm, [PROMPTS[0]._replace(images=(image,))])
+        generate(llm, [PROMPTS[0]._replace(images=(wrong,))])
 
 
 def test_random_weights_have_a_tower(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    for name in ("config.json", PROCESSOR_FILE):
+        (tmp_path / name).write_text((folder / name).read_text())
     with open_llm(tmp_path, load_format="dummy") as llm:
         first, second = answers(llm, [prompt(0, text(2, 3)), prompt(1, text(2, 3))])
     assert first != second

@@ -4,6 +4,7 @@ import tracemalloc
 
 import pytest
 
+from quire.core.image_processing import PreparedImage
 from quire.core.images import PromptImage
 from quire.core.outputs import CompletionOutput, Preemption, RequestMetrics
 from quire.core.token_ids import pack_tokens
@@ -71,7 +72,7 @@ def test_what_was_there_has_been_evicted(past: Past) -> None:
 
 
 def test_an_image_is_another_prefix_than_one_of_its_size(past: Past) -> None:
-    one, other = (PromptImage(0, 8, serial, (2, 4), (3, 2, 4), b"pixels") for serial in (1, 2))
+    one, other = (PromptImage(0, 8, serial, PreparedImage(2, 4, (2, 4), b"pixels")) for serial in (1, 2))
     assert past.miss(PROMPT, images=(one,)) == Miss(0, 0, "never_seen")
     assert past.miss(PROMPT, images=(other,)) == Miss(0, 0, "never_seen")
     again = past.add(PROMPT, images=(one,))

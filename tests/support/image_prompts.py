@@ -1,18 +1,45 @@
 """Prompts with images for an engine in the process, past the reading of files and texts."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire import LLM, RequestOutput, SamplingParams
+from quire.core.image_processing import PreparedImage, image_settings, pixel_values
 from quire.engine.requests.input_processor import TokenizedPrompt
 from support.answers import Answer, answers_of
 
+if TYPE_CHECKING:
+    import transformers
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
+
+PROCESSOR_FILE = "preprocessor_config.json"
+NORMALIZED = {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.4]}  # by all processors of these tests
+_SIZE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+_SETTINGS = image_settings("a test", _SIZE | NORMALIZED, "llava", image_token_id=0, image_size=28, patch_size=14)
+
+
+def save(model: "transformers.PreTrainedModel", folder: Path, processor: Mapping[str, object]) -> None:
+    """Write a model, and the file of its image processor."""
+    model.save_pretrained(folder)
+    (folder / PROCESSOR_FILE).write_text(json.dumps({**processor, **NORMALIZED}))
+
+
+def random_image(seed: int, height: int, width: int, grid: tuple[int, int]) -> PreparedImage:
+    """Return random pixels."""
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return PreparedImage(height, width, grid, pixels.numpy().tobytes())
+
+
+def values_of(image: PreparedImage) -> torch.Tensor:
+    """Return the input of an encoder for pixels, [3, height, width]."""
+    return torch.from_numpy(pixel_values(_SETTINGS, image))
 
 
 def text(seed: int, count: int) -> list[int]:

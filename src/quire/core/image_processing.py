@@ -2,7 +2,7 @@
 
 A decoded image is resized by Pillow to the size that the model reads, as transformers' `*ImageProcessorPil` classes do.
 The rest, rescaling and normalization, depends on the 8 bits of a value alone and is a table (`pixel_values`), so that
-the process that decodes images sends 8 bits a value and does without NumPy.
+pixels are 8 bits a value until they are encoded, and the process that decodes images does without NumPy.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,7 @@ MAX_ASPECT = 200            # sides of an image of any size; transformers refuse
 MAX_RESIZED_PIXELS = 1 << 25  # between the resize and the crop, where a strip would need gigabytes
 PILLOWS_PIXELS = 178_956_970  # past these Pillow refuses to open a file
 MAX_IMAGE_PIXELS = 1 << 25  # as a file's header says; larger images are not decoded
+_PIXELS_AT_ONCE = 1 << 16   # NumPy makes an index of 8 bytes of each
 MAX_CONSTANT, LEAST_STD = 1e6, 1e-6  # a processor's: values of pixels are finite in float32; models have 0.004 to 0.6
 
 
@@ -386,4 +387,9 @@ def pixel_values(settings: ImageSettings, image: PreparedImage) -> "Array":
     table = (scaled[:, None] - np.array(settings.mean, np.float32)) / np.array(settings.std, np.float32)
     table = np.ascontiguousarray(table.T)
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
-    return np.stack([table[channel][pixels[:, :, channel]] for channel in range(3)])
+    values, num_rows = np.empty((3, image.height, image.width), np.float32), max(1, _PIXELS_AT_ONCE // image.width)
+    for first in range(0, image.height, num_rows):
+        rows = slice(first, first + num_rows)
+        for channel in range(3):
+            np.take(table[channel], pixels[rows, :, channel], out=values[channel, rows], mode="clip")
+    return values

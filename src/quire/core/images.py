@@ -7,17 +7,17 @@ length and place follow from the prefix itself.
 
 from array import array
 from collections.abc import Sequence
-from math import ceil, prod
+from math import ceil
 from typing import NamedTuple
 
 import msgspec
 
 from quire.core.errors import InvalidRequestError
-from quire.core.image_processing import ImageSettings
+from quire.core.image_processing import ImageSettings, PreparedImage
 from quire.core.token_ids import PackedTokens
 
 MAX_SERIAL = 2**31 - 2
-PIXEL_BYTES = 4  # float32
+NUM_CHANNELS = 3    # RGB, a byte each
 
 
 class ImageSpan(NamedTuple):
@@ -40,43 +40,35 @@ class ImageSpan(NamedTuple):
 
 
 class PromptImage(msgspec.Struct, array_like=True, frozen=True):
-    """An image of a prompt.
-
-    `shape`: of the pixels, float32, C-contiguous, in the machine's byte order: LLaVA's [3, height, width].
-    """
+    """An image of a prompt. Its pixels are 8 bits: `pixel_values` makes the encoder's input of them, where it is."""
 
     start: int
     num_tokens: int
     serial: int
-    grid: tuple[int, int]
-    shape: tuple[int, ...]
-    pixels: bytes
+    prepared: PreparedImage
 
     @property
     def span(self) -> ImageSpan:
         """The image without its pixels."""
-        return ImageSpan(self.start, self.num_tokens, self.serial, self.grid)
+        return ImageSpan(self.start, self.num_tokens, self.serial, self.prepared.grid)
 
 
 class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     """Images that an engine accepts.
 
-    family: of the processor that makes the pixels. num_tokens: placeholders of each image; shape: of its pixels. Where
-    images have any size these are 0 and, for each of its placeholders, [channels, rows, columns]. cost: tokens of a
-    step that the encoding of an image is charged as, and with them `token_cost` for each placeholder and `pair_cost`
-    for each pair of them. max_tokens: most placeholders of one image, what the encoder cache holds. is_whole: the
-    placeholders of an image see each other, and a step computes all of them. settings: of the processor, by the
-    model's files; None: requests of clients have no images.
+    settings: of the processor that makes the pixels, by the model's files. num_tokens: placeholders of each image;
+    size: rows and columns of its pixels. Where images have any size these are 0, and those of one placeholder. cost:
+    tokens of a step that the encoding of an image is charged as, and with them `token_cost` for each placeholder and
+    `pair_cost` for each pair of them. max_tokens: most placeholders of one image, what the encoder cache holds.
+    is_whole: the placeholders of an image see each other, and a step computes all of them.
     """
 
-    family: str
-    image_token_id: int
+    settings: ImageSettings
     num_tokens: int
-    shape: tuple[int, ...]
+    size: tuple[int, int]
     cost: int
     max_tokens: int
     is_whole: bool = False
-    settings: ImageSettings | None = None
     token_cost: float = 0.0
     pair_cost: float = 0.0
 
@@ -89,7 +81,7 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
 
         Image tokens outside of the images' runs are text.
         """
-        last = 0
+        last, token_id = 0, self.settings.image_token_id
         for index, image in enumerate(images):
             stop = image.start + image.num_tokens
             if not last <= image.start < stop <= len(token_ids):
@@ -97,21 +89,22 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
             last = stop
             if not 0 <= image.serial <= MAX_SERIAL:
                 raise _error(index, f"serial must be from 0 to {MAX_SERIAL}, got {image.serial}")
-            shape, num_tokens = self.shape, self.num_tokens
+            (height, width), num_tokens, found = self.size, self.num_tokens, image.prepared
             if not num_tokens:
-                rows, columns = image.grid
+                rows, columns = found.grid
                 if min(rows, columns) < 1:
                     raise _error(index, f"must have a grid of at least 1 x 1, got {rows} x {columns}")
-                shape, num_tokens = (shape[0], rows * shape[1], columns * shape[2]), rows * columns
+                height, width, num_tokens = rows * height, columns * width, rows * columns
             if num_tokens > self.max_tokens:
                 raise _error(index, f"takes {num_tokens} tokens, and image_cache_memory holds {self.max_tokens}")
-            if tuple(image.shape) != shape or len(image.pixels) != prod(shape) * PIXEL_BYTES:
-                found = f"{list(image.shape)} in {len(image.pixels)} bytes"
-                raise _error(index, f"pixels must be float32 {list(shape)}, got {found}")
+            num_bytes = height * width * NUM_CHANNELS
+            if (found.height, found.width, len(found.pixels)) != (height, width, num_bytes):
+                own = f"{found.height} x {found.width} in {len(found.pixels)} bytes"
+                raise _error(index, f"pixels must be {height} x {width} in {num_bytes} bytes, got {own}")
             if image.num_tokens != num_tokens:
                 raise _error(index, f"must have {num_tokens} placeholders, got {image.num_tokens}")
-            if set(token_ids[image.start : stop]) != {self.image_token_id}:
-                raise _error(index, f"placeholders [{image.start}, {stop}) must be the token {self.image_token_id}")
+            if set(token_ids[image.start : stop]) != {token_id}:
+                raise _error(index, f"placeholders [{image.start}, {stop}) must be the token {token_id}")
 
 
 def cache_keys(token_ids: PackedTokens, images: Sequence[PromptImage]) -> PackedTokens:

@@ -20,7 +20,7 @@ from quire.cache.stored_blocks import StoredBlocks
 from quire.core.arrays import dtype_name
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
-from quire.core.images import ImageInputs
+from quire.core.images import NUM_CHANNELS, ImageInputs
 from quire.core.optional_package import needs_library
 from quire.core.options import parse_bytes
 from quire.core.sequence import Request
@@ -274,11 +274,12 @@ def _build(
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
     images, no_images_reason = _image_inputs(options, loaded, ranks, scheduling.max_num_batched_tokens)
-    tower = model.vision if images is not None and isinstance(model, Decoder) else None
+    rows_of_images = None
+    if images is not None and isinstance(model, Decoder) and model.vision is not None:
+        rows_of_images = ImageRows(model.vision, images.settings)
     compute = StepCompute(
-        model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows,
-        None if tower is None else ImageRows(tower),
-    )  # fmt: skip
+        model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, rows_of_images
+    )
     executor = (device if ranks is None else ranks).executor(compute, scheduling.max_num_batched_tokens)
 
     def unprepared(request: Request) -> Lack | None:
@@ -326,6 +327,7 @@ def _image_inputs(
         f"prefill_engines {options.prefill_engines}": options.prefill_engines > 0,
         f"max_num_batched_tokens {batched_tokens}, above {MAX_STEP_IMAGE_TOKENS}":
             spec.merging is not None and batched_tokens > MAX_STEP_IMAGE_TOKENS,
+        f"an encoder of {spec.num_channels} channels": spec.num_channels != NUM_CHANNELS,
     }  # fmt: skip
     for name, is_asked in refused.items():
         if is_asked:
@@ -333,8 +335,10 @@ def _image_inputs(
     assert isinstance(model, Decoder)
     assert model.vision is not None, "an encoder that was not loaded"
     row_bytes, settings = spec.row_width * model.vision.itemsize, loaded.image_settings
+    if settings is None:
+        return None, "the settings of the model's image processor cannot be used, for a reason that the log has"
     num_bytes, token_flops = parse_bytes(options.image_cache_memory, "image_cache_memory"), _token_flops(model.spec)
-    least = spec.num_tokens if spec.merging is None else 1 if settings is None else settings.least_tokens
+    least = spec.num_tokens if spec.merging is None else settings.least_tokens
     if num_bytes < least * row_bytes:
         raise ConfigError(
             f"image_cache_memory {options.image_cache_memory} holds no image of the model: one takes "
@@ -342,14 +346,12 @@ def _image_inputs(
         )
     max_tokens, size = int(num_bytes // row_bytes), spec.image_size
     if spec.merging is None:
-        shape, cost = (spec.num_channels, size, size), math.ceil(flops(spec) / token_flops)
-        return ImageInputs(
-            spec.family, spec.image_token_id, spec.num_tokens, shape, cost, max_tokens, spec.sees_whole, settings
-        ), ""
+        cost = math.ceil(flops(spec) / token_flops)
+        return ImageInputs(settings, spec.num_tokens, (size, size), cost, max_tokens, spec.sees_whole), ""
     row_flops, pair_flops = merged_flops(spec)
     return ImageInputs(
-        spec.family, spec.image_token_id, 0, (spec.num_channels, spec.unit, spec.unit), 0, max_tokens,
-        settings=settings, token_cost=row_flops / token_flops, pair_cost=pair_flops / token_flops,
+        settings, 0, (spec.unit, spec.unit), 0, max_tokens, token_cost=row_flops / token_flops,
+        pair_cost=pair_flops / token_flops,
     ), ""
 
 

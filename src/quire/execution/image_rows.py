@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.image_processing import ImageSettings, pixel_values
 from quire.core.images import ImageSpan, PromptImage
 from quire.core.plan import StepPlan
 from quire.kernels.tensors import Tensor, concatenated_rows
@@ -17,8 +18,9 @@ from quire.model.vision import VisionTower
 class ImageRows:
     """Encodings by serial, as plans say; the scheduler bounds them (`quire.scheduling.image_encodings`)."""
 
-    def __init__(self, tower: VisionTower | MergingTower) -> None:
-        self._tower, self.has_encoded = tower, False       # whether the last step has encoded an image
+    def __init__(self, tower: VisionTower | MergingTower, settings: ImageSettings) -> None:
+        self._tower, self._settings = tower, settings
+        self.has_encoded = False                           # whether the last step has encoded an image
         self._has_places = tower.spec.merging is not None  # tokens of images are at rows and columns
         self._encodings = dict[int, Tensor]()              # [num_tokens, hidden_size] each
         # For each row, the images that it has not passed, or with places all: they shift the positions behind.
@@ -78,8 +80,7 @@ class ImageRows:
 
     def _encoded(self, image: PromptImage) -> Tensor:
         """Return the encoding of an image, in memory of its own."""
-        pixels = np.frombuffer(image.pixels, np.float32).reshape(image.shape)
-        return concatenated_rows([self._tower.encode(pixels)])
+        return concatenated_rows([self._tower.encode(pixel_values(self._settings, image.prepared))])
 
 
 def _places(span: ImageSpan, shift: int, begin: int, end: int) -> NDArray[np.int64]:

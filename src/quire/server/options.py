@@ -159,7 +159,7 @@ class Limits:
     )  # fmt: skip
     max_total_image_bytes: int = _size(
         512 << 20, "images of all requests under way, as the model gets them",
-        row="images of all requests under way, 12 bytes for each pixel that the model gets; one client (key, or "
+        row="images of all requests under way, 3 bytes for each pixel that the model gets; one client (key, or "
         "connection without keys) holds at most half",
         past="429 `server_overloaded`; 400 for a request that needs more by itself",
     )  # fmt: skip

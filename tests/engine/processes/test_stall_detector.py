@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from quire.core.image_processing import PreparedImage
 from quire.core.images import PromptImage
 from quire.core.plan import StepPlan
 from quire.engine.assembly import AssembledEngine
@@ -64,7 +65,7 @@ def test_layers_set_the_pace_for_those_after_them(clock: Clock) -> None:
 
 def test_an_image_may_take_what_its_encoder_takes(clock: Clock) -> None:
     cost = replace(COST, of_image=lambda num_tokens: 1e9 * num_tokens)
-    image = PromptImage(0, 100, 0, (10, 10), (3, 1, 1), b"")
+    image = PromptImage(0, 100, 0, PreparedImage(1, 1, (10, 10), b""))
     step = StepPlan(starts=[0], counts=[4], encodings=[image])
     assert cost.of(step) == 1e11
     assert cost.of(StepPlan(starts=[0], counts=[4])) == COST.of(step)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -68,7 +69,7 @@ async def opened(
 
 
 def reserve_nothing(num_bytes: int, where: str) -> None:
-    assert num_bytes == 4 * 8 * 8 * 3
+    assert num_bytes == 8 * 8 * 3
     assert where.startswith("messages")
 
 
@@ -165,6 +166,52 @@ def test_a_file_is_decoded_once_under_a_salt(prompts: ImagePrompts, monkeypatch:
             assert (await refusal(load(decoder, prompts, url(png(seed=9))))).status == 503
             part = ImagePart("messages[2].content[1]", url(png()))
             assert (await refusal(decoder.numbered([part], prompts, reserve_nothing, "client", "salt"))).status == 503
+
+    asyncio.run(check())
+
+
+def test_a_kept_image_is_not_read_again_and_numbered_once_for_each_engine(
+    prompts: ImagePrompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that takes the place of one has numbers from 0 on, which other images of the first one had."""
+
+    async def check() -> None:
+        async with opened(prompts) as decoder:
+            one, other = await load(decoder, prompts, url(png()), url(png(seed=9)))
+            monkeypatch.setattr(image_inputs, "image_key", None)            # pixels are hashed once
+            again = await load(decoder, prompts, url(png(seed=9)), url(png()))
+            assert [each.serial for each in again] == [other.serial, one.serial] == [1, 0]
+            anew = ImagePrompts(prompts.settings, Tokenizer.from_folder(tmp_path))
+            later = await load(decoder, anew, url(png(seed=9)), url(png()), url(png(seed=9)))
+            assert [each.serial for each in later] == [0, 1, 0]
+            assert [each.prepared for each in later[:2]] == [other.prepared, one.prepared]
+
+    asyncio.run(check())
+
+
+def test_digests_of_large_files_and_images_are_taken_off_the_loop(
+    prompts: ImagePrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[bool]()
+    real = image_inputs.salted_digest, image_inputs.image_key
+
+    def noted(work: Callable[..., bytes]) -> Callable[..., bytes]:
+        def call(*given: Any) -> bytes:  # noqa: ANN401
+            threads.append(threading.current_thread() is threading.main_thread())
+            return work(*given)
+
+        return call
+
+    for name, work in zip(("salted_digest", "image_key"), real, strict=True):
+        monkeypatch.setattr(image_inputs, name, noted(work))
+
+    async def check() -> None:
+        async with opened(prompts) as decoder:
+            await load(decoder, prompts, url(png()))
+            assert threads == [True, True]
+            monkeypatch.setattr(image_inputs, "DIGEST_BYTES", 8 * 8 * 3 - 1)
+            await load(decoder, prompts, url(png(seed=9)))
+            assert threads == [True, True, False, False]
 
     asyncio.run(check())
 

@@ -178,7 +178,7 @@ def test_a_placeholder_that_a_client_writes_is_text(client: openai.OpenAI, serve
     ):  # fmt: skip
         messages: Any = [{"role": "user", "content": content}]
         tokens = server.ask("/tokenize", messages=messages)["tokens"]
-        image_id = server.service.client.ready.images.image_token_id  # type: ignore[union-attr]
+        image_id = server.service.client.ready.images.settings.image_token_id  # type: ignore[union-attr]
         num_images = 0 if isinstance(content, str) else sum(part["type"] == "image_url" for part in content)
         assert tokens.count(image_id) == NUM_TOKENS * num_images
         answer = client.chat.completions.create(model=NAME, messages=messages, max_tokens=1)
@@ -295,7 +295,7 @@ def test_requests_beyond_the_context_are_told_both_numbers(client: openai.OpenAI
 def test_one_client_cannot_take_all_memory_of_images(server: OpenAIServer) -> None:
     """The images of a request count until its answer is complete."""
     memory = server.service.admission.images
-    num_bytes = 4 * 3 * 28 * 28
+    num_bytes = 3 * 28 * 28
 
     whole = memory.max_bytes
 
@@ -312,7 +312,7 @@ def test_one_client_cannot_take_all_memory_of_images(server: OpenAIServer) -> No
         messages = [{"role": "user", "content": [image("one")] * 2}]
         status, error = server.refusal("/v1/chat/completions", messages=messages)
         assert status == 400
-        assert "come to 18816 bytes, and may have 9408" in error["message"]
+        assert "come to 4704 bytes, and may have 2352" in error["message"]
         assert server.ask("/v1/chat/completions", messages=CHATS["one"][0], max_tokens=1)
     finally:
         server.on_loop(empty)

@@ -26,7 +26,6 @@ from quire.core.image_processing import (
     PreparedImage,
     as_rgb,
     decoded,
-    pixel_values,
     prepared,
 )
 from quire.core.images import MAX_SERIAL, PromptImage
@@ -48,6 +47,22 @@ class NumberedImage(NamedTuple):
 
     serial: int
     prepared: PreparedImage
+
+
+def image_key(image: PreparedImage, cache_salt: str | None = None) -> bytes:
+    """Return what stands for pixels under a salt, and for no others. Takes 0.5 to 2.5 ms for a megabyte of them.
+
+    Under two salts equal pixels have two numbers: no client learns by the time of an answer what another has sent.
+    """
+    return salted_digest(cache_salt, b"%d %d " % (image.height, image.width), image.pixels)
+
+
+def salted_digest(cache_salt: str | None, *parts: bytes) -> bytes:
+    """Return the digest of bytes under a salt."""
+    digest = sha256(b"" if cache_salt is None else sha256(cache_salt.encode(errors="surrogatepass")).digest())
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 class ImagePrompts:
@@ -79,15 +94,8 @@ class ImagePrompts:
         self._serials: OrderedDict[bytes, int] = OrderedDict()
         self._num_given = 0
 
-    def numbered(self, image: PreparedImage, cache_salt: str | None = None) -> NumberedImage:
-        """Return an image with the number of its pixels under a salt. Called from one thread.
-
-        Under two salts equal pixels have two numbers: no client learns by the time of an answer what another has sent.
-        """
-        digest = sha256(b"" if cache_salt is None else sha256(cache_salt.encode(errors="surrogatepass")).digest())
-        digest.update(b"%d %d " % (image.height, image.width))
-        digest.update(image.pixels)
-        key = digest.digest()
+    def numbered(self, image: PreparedImage, key: bytes) -> NumberedImage:
+        """Return an image with the number of its `image_key`. Called from one thread."""
         serial = self._serials.get(key)
         if serial is None:
             if self._num_given > MAX_SERIAL:
@@ -116,7 +124,8 @@ class ImagePrompts:
                 for index, part in enumerate(content):
                     image = _own_image(f"messages[{number}].content[{index}]", part)
                     if image is not None:
-                        images.append(self.numbered(prepared(image, self.settings)))
+                        own = prepared(image, self.settings)
+                        images.append(self.numbered(own, image_key(own)))
                     parts.append(part if image is None else self.marks.part(len(images) - 1))
                 message = {**message, "content": parts}  # noqa: PLW2901
             taken.append(message)
@@ -165,8 +174,7 @@ class ImagePrompts:
         return placed, tuple(spans)
 
     def _placed(self, image: NumberedImage, start: int) -> PromptImage:
-        pixels, grid = pixel_values(self.settings, image.prepared), image.prepared.grid
-        return PromptImage(start, self.settings.num_tokens(grid), image.serial, grid, pixels.shape, pixels.tobytes())
+        return PromptImage(start, self.settings.num_tokens(image.prepared.grid), image.serial, image.prepared)
 
     def _expected(
         self, text: str, images: Sequence[NumberedImage]

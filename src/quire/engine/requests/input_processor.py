@@ -162,8 +162,8 @@ class InputProcessor:
         self._engine_seed, self._policy = options.seed, options.scheduling_policy
         self.owners = owners or OwnerLabels()
         self._generates = ready.generates
-        settings = None if ready.images is None else ready.images.settings
-        self.images = None if settings is None or tokenizer is None else ImagePrompts(settings, tokenizer)
+        images = ready.images
+        self.images = None if images is None or tokenizer is None else ImagePrompts(images.settings, tokenizer)
 
     def truncation_of(self, params: SamplingParams, *, keeps_last: bool = True) -> Truncation | None:
         """Return the truncation that parameters ask for. InvalidRequestError if it is longer than max_model_len."""

@@ -9,6 +9,7 @@ A value is a string, a list or an object here. Numbers, true, false and null are
 of token ids are long.
 """
 
+import operator
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -29,6 +30,7 @@ _QUOTE, _OPENING, _CLOSING = ord('"'), b"[{", b"]}"
 _BLANK = b" \t\n\r"
 _TOKEN = re.compile(rb'"[^"]*+"?|[\[{]|[\]}]|[^"\[\]{}]++')
 _NAME = re.compile(rb'[ \t\n\r]*+("(?:[^"\\]|\\.){0,256}+")[ \t\n\r]*+:')  # a longer one is not split from its value
+_BLANKS = re.compile(rb"[ \t\n\r]*+")
 _COLON = re.compile(rb"[ \t\n\r]*+:")
 _PLACE = re.compile(r"\(byte (\d+)\)")
 
@@ -257,25 +259,34 @@ def _key_of(raw: bytes, member: _Member) -> tuple[str, int]:
 
 def _value(scan: _Scan, start: int, stop: int, decode: Decode, depth: int = 2) -> Slices[Any]:
     """Decode a value with elements at `depth`: a long list or object in batches, anything else at once."""
-    text = scan.raw[start:stop].strip(_BLANK)
-    is_container = text[:1] + text[-1:] in (b"[]", b"{}") and bool(text[1:-1].strip(_BLANK))
-    if not is_container or not _is_long(len(text), scan.values_before(stop) - scan.values_before(start)):
-        return _at(start, decode, text)
-    brackets = text[:1] + text[-1:]
-    first = scan.raw.index(text[:1], start)
+    raw, (first, last) = scan.raw, _trimmed(scan.raw, start, stop)     # long values inside of long ones are not copied
+    brackets = raw[first : first + 1] + raw[last - 1 : last]
+    is_long = _is_long(last - first, scan.values_before(stop) - scan.values_before(start))
+    if not is_long or brackets not in (b"[]", b"{}") or operator.eq(*_trimmed(raw, first + 1, last - 1)):
+        return _at(start, decode, raw[first:last])
     parts: list[Any] = []
-    for begin, end, is_alone in _batches(scan, first + 1, first + len(text) - 1, depth):
+    for begin, end, is_alone in _batches(scan, first + 1, last - 1, depth):
         if is_alone and brackets == b"[]":
             parts.append([(yield from _value(scan, begin, end, decode, depth + 1))])
-        elif is_alone and (name := _NAME.match(scan.raw, begin, end)):
+        elif is_alone and (name := _NAME.match(raw, begin, end)):
             key = _at(begin, loads, name[1])
             parts.append({key: (yield from _value(scan, name.end(), end, decode, depth + 1))})
         else:
-            parts.append(_batch(scan.raw, begin, end, decode, brackets))
+            parts.append(_batch(raw, begin, end, decode, brackets))
         yield
     if decode is _validated:
         return None
     return list(chain.from_iterable(parts)) if brackets == b"[]" else dict(chain.from_iterable(map(dict.items, parts)))
+
+
+def _trimmed(raw: bytes, start: int, stop: int) -> tuple[int, int]:
+    """Return where a piece of the text begins and ends without the blanks around it."""
+    found = _BLANKS.match(raw, start, stop)
+    start = stop if found is None else found.end()
+    while stop > start and raw[stop - 1] in _BLANK:
+        tail = raw[max(start, stop - SLICE_BYTES) : stop]
+        stop -= len(tail) - len(tail.rstrip(_BLANK))
+    return start, stop
 
 
 def _batch(raw: bytes, start: int, stop: int, decode: Decode, brackets: bytes) -> Any:  # noqa: ANN401 (JSON)

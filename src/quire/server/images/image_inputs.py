@@ -5,17 +5,18 @@ images are bounded in number, bytes and pixels before they are decoded, and in m
 Agents send all images of a conversation again in each turn: the latest decoded ones are kept, and found by their files.
 """
 
+import asyncio
 import re
 import signal
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from quire.core.checks import shown
 from quire.core.frames import frame
 from quire.core.image_processing import ImageSettings
-from quire.engine.requests.image_prompts import ImagePrompts, NumberedImage
+from quire.engine.requests.image_prompts import ImagePrompts, NumberedImage, image_key, salted_digest
 from quire.server.errors import invalid
 from quire.server.images import image_worker as worker
 from quire.server.images.image_worker import DecodeImage, ImageRefused, ReadSettings
@@ -29,15 +30,18 @@ if TYPE_CHECKING:
     from quire.server.images.fetching import ImageFetcher
 
 MAX_FETCHES = 4                 # at a time, each with an image in memory until it is decoded
-FLOAT_BYTES = 4                 # a value of the encoder's input
 PIXEL_BYTES = 4                 # decoded: Pillow's RGB has as many as its RGBA
 MAX_KEPT_BYTES = 64 << 20       # decoded images: 190 of LLaVA 1.5, 27 of Gemma 3
+DIGEST_BYTES = 1 << 16          # of more the digest is taken in a thread: 30 to 150 us here
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 DETAILS = ("auto", "low", "high", "original")
 _MAX_HEAD_CHARS = 128
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _HEAD = re.compile(r"data:(image/(?:png|jpe?g|webp|gif))(?:;[\w.+-]+=[\w.+-]*)*;base64", re.IGNORECASE | re.ASCII)
 _IMAGES = SandboxKind("image", worker.__name__, worker.DECODE_LIMIT_S, max_reply_bytes=128 << 20)
+
+
+T = TypeVar("T")
 
 
 class ImagePart(NamedTuple):
@@ -159,6 +163,26 @@ def _fetcher(options: ServerOptions) -> "ImageFetcher | None":
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
+class KeptImage(NamedTuple):
+    """A decoded image, the key of its pixels, and its number by the prompts of one engine."""
+
+    decoded: worker.ImageDecoded
+    key: bytes
+    prompts: ImagePrompts
+    numbered: NumberedImage
+
+    def by(self, prompts: ImagePrompts) -> "KeptImage":
+        """Return the image with its number by these prompts: an engine that takes the place of one begins anew."""
+        if prompts is self.prompts:
+            return self
+        return self._replace(prompts=prompts, numbered=prompts.numbered(self.decoded.image, self.key))
+
+
+async def _off_loop(num_bytes: int, work: Callable[[], T]) -> T:
+    """Return what work on so many bytes returns; that of many is done in a thread, without the interpreter lock."""
+    return await asyncio.to_thread(work) if num_bytes > DIGEST_BYTES else work()
+
+
 class ImageDecoder:
     """Decodes the images of requests off the event loop. Lives on one event loop; `close` it there."""
 
@@ -166,7 +190,7 @@ class ImageDecoder:
         self._options = options
         self._fetcher = _fetcher(options)
         self._fetches = FairSemaphore(MAX_FETCHES)
-        self._kept = OrderedDict[bytes, worker.ImageDecoded]()  # digest of salt and file -> image, oldest use first
+        self._kept = OrderedDict[bytes, KeptImage]()   # digest of salt and file -> image, oldest use first
         self._num_kept_bytes = 0
         self._lane = SandboxLane(_IMAGES, "image", lambda: frame(ReadSettings(settings)))
 
@@ -190,13 +214,13 @@ class ImageDecoder:
         for part in images:
             left = options.max_decoded_image_bytes // PIXEL_BYTES - num_decoded
             if part.url[:5].lower() == "data:":
-                reply = await self._decoded_once(part, self._base64(part), left, client_id, cache_salt)
+                found = await self._known(part, self._base64(part), left, prompts, client_id, cache_salt)
             else:
                 async with self._fetches.slot(client_id):
-                    reply = await self._decoded(part, await self._fetched(part), left, client_id)
-            num_decoded += reply.num_pixels
-            reserve(FLOAT_BYTES * len(reply.image.pixels), part.where)
-            numbered.append(prompts.numbered(reply.image, cache_salt))
+                    found = await self._new(part, await self._fetched(part), left, prompts, client_id, cache_salt)
+            num_decoded += found.decoded.num_pixels
+            reserve(len(found.decoded.image.pixels), part.where)
+            numbered.append(found.numbered)
         return numbered
 
     async def close(self) -> None:
@@ -220,22 +244,30 @@ class ImageDecoder:
             _refuse(part.where, f"has {num_bytes} bytes, and an image may have {most} (max_image_bytes)")
         return text
 
-    async def _decoded_once(
-        self, part: ImagePart, data: str, max_pixels: int, client_id: str, cache_salt: str | None
-    ) -> worker.ImageDecoded:
-        """Return a decoded image, which is kept for the same file under the same salt. Arguments as in `_decoded`."""
-        digest = sha256(b"" if cache_salt is None else sha256(cache_salt.encode(errors="surrogatepass")).digest())
-        digest.update(data.encode(errors="surrogatepass"))
-        key = digest.digest()
-        found = self._kept.get(key)
-        if found is None or found.num_pixels > max_pixels:
-            found = await self._decoded(part, data, max_pixels, client_id)
-            self._num_kept_bytes += 0 if key in self._kept else len(found.image.pixels)
-            self._kept[key] = found
-        self._kept.move_to_end(key)
+    async def _known(
+        self, part: ImagePart, data: str, max_pixels: int, prompts: ImagePrompts, client_id: str,
+        cache_salt: str | None,
+    ) -> KeptImage:  # fmt: skip
+        """Return an image, which is kept for the same file under the same salt. Arguments as in `_new`."""
+        file = await _off_loop(len(data), lambda: salted_digest(cache_salt, data.encode(errors="surrogatepass")))
+        found = self._kept.get(file)
+        if found is None or found.decoded.num_pixels > max_pixels:
+            found = await self._new(part, data, max_pixels, prompts, client_id, cache_salt)
+            self._num_kept_bytes += 0 if file in self._kept else len(found.decoded.image.pixels)
+        self._kept[file] = found = found.by(prompts)
+        self._kept.move_to_end(file)
         while self._num_kept_bytes > MAX_KEPT_BYTES:
-            self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].image.pixels)
+            self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].decoded.image.pixels)
         return found
+
+    async def _new(
+        self, part: ImagePart, data: bytes | str, max_pixels: int, prompts: ImagePrompts, client_id: str,
+        cache_salt: str | None,
+    ) -> KeptImage:  # fmt: skip
+        """Return an image of a file that is decoded for it. Arguments as in `_decoded`."""
+        reply = await self._decoded(part, data, max_pixels, client_id)
+        key = await _off_loop(len(reply.image.pixels), partial(image_key, reply.image, cache_salt))
+        return KeptImage(reply, key, prompts, prompts.numbered(reply.image, key))
 
     async def _decoded(
         self, part: ImagePart, data: bytes | str, max_pixels: int, client_id: str
