@@ -22,7 +22,17 @@ from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
 from quire.kernels.special_ops import ShortConvOp
 from support.answers import answers_of
-from support.every_way import CASES, ISAS, VOCAB_SIZE, alone, asked, check_all_at_once, check_beams, check_every_cut
+from support.every_way import (
+    CASES,
+    ISAS,
+    VOCAB_SIZE,
+    alone,
+    asked,
+    check_all_at_once,
+    check_beams,
+    check_every_cut,
+    check_near,
+)
 from support.random_folder import write_random_folder
 
 CONFIG: dict[str, object] = {
@@ -42,6 +52,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_hits_drafts_preemption_chunks_and_forks_change_no_bit(model: Path, isa: str, dtype: str, mode: str) -> None:
     _, poison = check_all_at_once(model, isa, dtype, mode)
     assert poison.num_poisoned_blocks > 100
+
+
+@pytest.mark.parametrize(
+    ("rounding", "bound"),
+    [
+        ({"quantization": "int8"}, 0.1), ({"kv_cache_dtype": "fp8"}, 0.05),
+        ({"quantization": "int4", "kv_cache_dtype": "int8_per_token_head"}, 0.6),  # unlike models differ by 0.9
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+def test_rounded_weights_keys_and_values_change_no_bit_more(
+    model: Path, rounding: dict[str, str], bound: float
+) -> None:
+    """In every way at once, and with two ranks; near the model that is not rounded."""
+    check_all_at_once(model, ISAS[0], "bfloat16", "swap", **rounding)
+    check_all_at_once(model, ISAS[0], "bfloat16", "recompute", **rounding, tensor_parallel_size=2)
+    check_near(model, bound, **rounding)
 
 
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from support.threads import set_num_threads
 ISAS = usable_isas() or ("auto",)
 CASES = [(isa, "bfloat16") for isa in ISAS] + [(ISAS[0], "float32")]
 VOCAB_SIZE = 96
+ROUNDINGS = ("quantization", "kv_cache_dtype")  # settings that change what is computed
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 2},
     {"seed": 1, "top_p": 0.9, "presence_penalty": 0.5},
@@ -46,10 +47,10 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @cache
-def alone(model: Path, isa: str, dtype: str) -> list[list[Answer]]:
-    """Return the answers of the requests, each alone in a plain engine."""
+def alone(model: Path, isa: str, dtype: str, **rounding: str) -> list[list[Answer]]:
+    """Return the answers of the requests, each alone in a plain engine. `rounding`: of `ROUNDINGS`."""
     num_threads = torch.get_num_threads()
-    with LLM(model, cpu_isa=isa, dtype=dtype, enable_prefix_caching=False, max_model_len=160) as llm:
+    with LLM(model, cpu_isa=isa, dtype=dtype, enable_prefix_caching=False, max_model_len=160, **rounding) as llm:
         set_num_threads(1)
         found = [answers_of(llm.generate([each], own, use_tqdm=False)[0]) for each, own in zip(*asked(), strict=True)]
     set_num_threads(num_threads)
@@ -61,7 +62,8 @@ def check_all_at_once(model: Path, isa: str, dtype: str, mode: str, **settings: 
 
     The requests are sent twice: what the first ones have left is there for the second.
     """
-    expected, (prompts, params) = alone(model, isa, dtype), asked()
+    rounding = {name: settings[name] for name in ROUNDINGS if name in settings}
+    expected, (prompts, params) = alone(model, isa, dtype, **rounding), asked()
     wholes = [prompt + list(answer.token_ids) for prompt, own in zip(prompts, expected, strict=True) for answer in own]
     with LLM(
         model, cpu_isa=isa, dtype=dtype, max_model_len=160, block_size=8, max_num_batched_tokens=23, max_num_seqs=12,
@@ -82,6 +84,19 @@ def check_all_at_once(model: Path, isa: str, dtype: str, mode: str, **settings: 
     assert stats.prefix_hits_tokens > 100
     assert 0 < drafter.num_accepted < drafter.num_verified
     return stats, poison
+
+
+def check_near(model: Path, bound: float, **rounding: str) -> None:
+    """Assert that rounded weights, keys and values change logprobs of prompts, and by less than a bound on average."""
+    prompts, params = asked()[0], SamplingParams(max_tokens=1, prompt_logprobs=0)
+    found = []
+    for settings in ({}, rounding):
+        with LLM(model, dtype="float32", max_model_len=160, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        scores = [zip(each.prompt_token_ids[1:], (each.prompt_logprobs or [])[1:], strict=True) for each in outputs]
+        found.append([each[token].logprob for own in scores for token, each in own if each is not None])
+    differences = [abs(a - b) for a, b in zip(*found, strict=True)]
+    assert 0 < sum(differences) / len(differences) < bound
 
 
 def check_every_cut(model: Path, isa: str, dtype: str) -> None:
