@@ -361,7 +361,9 @@ _CACHE = (
         values.kv_events_json,
     ),
     *accepted("prefixes are matched to the token, states at ends of blocks, and kept until their room is needed",
-              number("prefix_match_unit"), number("prefix_cache_retention_interval")),
+              number("prefix_match_unit")),
+    *accepted("states are kept at the last full block of prompts and of answers, and where prompts part, as with 0 in "
+              "vLLM; none every so many tokens", number("prefix_cache_retention_interval")),
     *accepted("layers with a window give back the blocks behind it, in one cache",
               switch("disable_hybrid_kv_cache_manager")),
     *accepted("room is kept by the tokens that running requests will need", real("watermark"),

@@ -199,3 +199,32 @@ def test_slots_beyond_the_memory_are_refused_with_values_that_work() -> None:
         size_engine(EngineOptions(num_state_slots=159, **blocks), hybrid, free_bytes=10 * GIB)
     cache, _ = size_engine(EngineOptions(num_state_slots=159, num_kv_blocks=32), hybrid, free_bytes=10 * GIB)
     assert (cache.num_state_slots, cache.num_blocks) == (159, 32)
+
+
+def test_one_sequence_alone_has_slots_for_snapshots() -> None:
+    hybrid = replace(LLAMA_8B, slot_bytes=64 << 20)
+    for memory, num_slots in (("4GiB", 8), ("640MiB", 5)):
+        cache, _ = size_engine(EngineOptions(max_num_seqs=1, kv_cache_memory=memory), hybrid, free_bytes=10 * GIB)
+        assert cache.num_state_slots == num_slots
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_blocks", "num_slots"),
+    [
+        ({"num_swap_blocks": 320}, 320, 10), ({"num_swap_blocks": 32 * 64, "max_num_seqs": 7}, 32 * 64, 7),
+        ({"num_swap_blocks": 31}, 31, 0), ({"num_swap_blocks": 0}, 0, 0),
+        ({"num_swap_blocks": 640, "data_parallel_size": 2}, 320, 10),
+        ({"swap_space": "1GiB"}, 256, 8), ({"swap_space": "100MiB"}, 50, 0), ({"swap_space": 0}, 0, 0),
+    ],
+)
+def test_swapped_states_take_no_more_bytes_than_swapped_blocks(
+    settings: dict[str, Any], num_blocks: int, num_slots: int
+) -> None:
+    """Slots of 64 MiB beside blocks of 2 MiB."""
+    hybrid = replace(LLAMA_8B, slot_bytes=64 << 20)
+    cache, _ = size_engine(EngineOptions(kv_cache_memory="2GiB", **settings), hybrid, free_bytes=10 * GIB)
+    assert (cache.num_swap_blocks, cache.num_swap_slots) == (num_blocks, num_slots)
+    if num_blocks and not num_slots:
+        options = EngineOptions(kv_cache_memory="2GiB", preemption_mode="swap", **settings)
+        with pytest.raises(ConfigError, match=r"needs room for a state of 67108864 bytes, but .* at least 2 times as"):
+            size_engine(options, hybrid, free_bytes=10 * GIB)

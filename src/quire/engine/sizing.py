@@ -13,6 +13,8 @@ from quire.scheduling.limits import AdmissionLimits
 
 log = logging.getLogger(__name__)
 
+MIN_STATE_SLOTS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -188,7 +190,11 @@ def _beside_slots(num_slots: int, limits: ModelLimits) -> str:
 
 
 def _num_slots(options: EngineOptions, limits: ModelLimits, memory_bytes: int) -> int:
-    """Return num_state_slots if it is set, else two for each sequence, as far as half of the memory has room."""
+    """Return num_state_slots if it is set, else two for each sequence, as far as half of the memory has room.
+
+    And at least MIN_STATE_SLOTS in that memory: a sequence alone needs room for snapshots of its prompt, of its answer,
+    and of what other prompts have in common with it.
+    """
     num_engines = options.data_parallel_size
     if not limits.slot_bytes:
         if options.num_state_slots is not None:
@@ -201,7 +207,7 @@ def _num_slots(options: EngineOptions, limits: ModelLimits, memory_bytes: int) -
                 "(data_parallel_size) needs one"
             )
         return options.num_state_slots // num_engines
-    num_slots = min(2 * options.resolved_max_num_seqs, memory_bytes // 2 // limits.slot_bytes)
+    num_slots = min(max(2 * options.resolved_max_num_seqs, MIN_STATE_SLOTS), memory_bytes // 2 // limits.slot_bytes)
     if num_slots < 1:
         raise ConfigError(
             f"half of the {memory_bytes} bytes of the KV cache holds no state of a sequence, which takes "
@@ -241,18 +247,17 @@ def _num_blocks(
 def _num_swap_blocks(options: EngineOptions, limits: ModelLimits, default_bytes: int) -> tuple[int, int]:
     """Return num_swap_blocks if it is set, else as many as fit into a share of swap_space, or into its default.
 
-    And the slots for states, one for each sequence: of the blocks that are set, or in half of the space. Only blocks of
-    the paged policy are swapped by default.
+    And the slots for states, one for each sequence, in as many bytes more as the blocks take that are set, or in half
+    of the space. Only blocks of the paged policy are swapped by default.
     """
     num_shares, block_bytes = options.data_parallel_size * limits.num_swap_shares, _block_bytes(options, limits)
-    most_swapped = options.resolved_max_num_seqs if limits.slot_bytes else 0
     if options.num_swap_blocks is not None:
         num_blocks = options.num_swap_blocks // options.data_parallel_size
-        return num_blocks, min(most_swapped, num_blocks)
+        return num_blocks, _num_swap_slots(options, limits, num_blocks * block_bytes, "num_swap_blocks")
     if options.swap_space is None:
         return default_bytes // block_bytes if options.memory_policy == "paged" else 0, 0
     swap_bytes = parse_bytes(options.swap_space, "swap_space", low=0) // num_shares
-    num_slots = min(most_swapped, swap_bytes // 2 // limits.slot_bytes) if most_swapped else 0
+    num_slots = _num_swap_slots(options, limits, swap_bytes // 2, "swap_space")
     swap_bytes -= num_slots * limits.slot_bytes
     if 0 < swap_bytes < block_bytes:
         raise ConfigError(
@@ -260,6 +265,28 @@ def _num_swap_blocks(options: EngineOptions, limits: ModelLimits, default_bytes:
             f"{block_bytes} bytes"
         )
     return swap_bytes // block_bytes, num_slots
+
+
+def _num_swap_slots(options: EngineOptions, limits: ModelLimits, memory_bytes: int, setting: str) -> int:
+    """Return the slots for states in a swap space, one for each sequence, as far as the memory has room.
+
+    ConfigError where it has room for none, but all preempted requests are to be swapped.
+    """
+    if not limits.slot_bytes or not memory_bytes:
+        return 0
+    num_slots, most = memory_bytes // limits.slot_bytes, options.resolved_max_num_seqs
+    if not num_slots and options.preemption_mode == "swap":
+        raise ConfigError(
+            f"preemption_mode 'swap' needs room for a state of {limits.slot_bytes} bytes, but {setting} "
+            f"{getattr(options, setting)} gives {memory_bytes} to states, as many as to blocks; raise it to at least "
+            f"{-(-limits.slot_bytes // memory_bytes)} times as much"
+        )
+    if num_slots < most:
+        log.info(
+            "%d slots of %d bytes for states of preempted requests, beside as many bytes of blocks (%s); those for "
+            "which there is none are computed again", num_slots, limits.slot_bytes, setting,
+        )  # fmt: skip
+    return min(num_slots, most)
 
 
 def _block_bytes(options: EngineOptions, limits: ModelLimits) -> int:

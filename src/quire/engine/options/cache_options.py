@@ -57,10 +57,10 @@ class CacheOptions:
     )  # fmt: skip
     num_state_slots: int | None = _cache(
         None, "exact number of slots for states of sequences, and snapshots of them", low=1,
-        shown_default="two for each of max_num_seqs, in at most half of that memory",
+        shown_default="two for each of max_num_seqs, at least 8, in at most half of that memory",
         row="of models that keep a state per sequence: exact number of slots, which hold the states of running "
-        "sequences and snapshots for prompts that begin alike; `None`: two for each of `max_num_seqs`, in at most half "
-        "of the memory of the KV cache. n sequences run at once with n + n / 2 slots "
+        "sequences and snapshots for prompts that begin alike; `None`: two for each of `max_num_seqs`, at least 8, in "
+        "at most half of the memory of the KV cache. n sequences run at once with n + n / 2 slots "
         "([prefix caching](prefix-caching.md#models-with-a-state))",
     )  # fmt: skip
     swap_space: int | str | None = _cache(
@@ -72,7 +72,8 @@ class CacheOptions:
     )  # fmt: skip
     num_swap_blocks: int | None = _cache(
         None, "exact number of its blocks; wins over the above", low=0, shown_default="from the above",
-        row="exact number of blocks of the swap space; wins over `swap_space`",
+        row="exact number of blocks of the swap space; wins over `swap_space`. States of sequences get as many bytes "
+        "more, at most a slot for each of `max_num_seqs`; of `swap_space` they get at most half",
     )  # fmt: skip
     swap_dir: str | None = _cache(
         None, "where that file is", metavar="FOLDER", shown_default="the temporary directory",
