@@ -180,18 +180,20 @@ def test_answer_does_not_fail_for_want_of_a_prefill_server(closed: str) -> None:
 def test_servers_that_give_no_sign_are_given_up_before_they_answer() -> None:
     """A listener that never accepts is what a stopped process looks like."""
     with ExitStack() as held:
-        stopped = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        stopped = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         silent = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in stopped]
         prefill, decode = held.enter_context(stubs(says({"kv_transfer_params": PARAMS}), says({"ok": 1})))
-        with routing([silent[0], prefill.url], [silent[1], decode.url]) as router:
-            assert router.post("/v1/completions", {"prompt": "a"}).json() == {"ok": 1}
-            assert decode.asked[0][1]["kv_transfer_params"] == PARAMS
-            assert count(router, "apart") == 1
-        with routing([silent[0]], [silent[1], silent[2]]) as router:
-            answer = router.post("/v1/completions", {"prompt": "a"})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "decode_unreached")
-            assert "it gives no sign" in answer.json()["error"]["message"]
-            assert count(router, "not_reached") == 1
+        router = held.enter_context(routing([silent[0], prefill.url], [silent[1], decode.url]))
+        cut_off = held.enter_context(routing([silent[0]], [silent[1]]))
+        waits = held.enter_context(ThreadPoolExecutor())    # a server is given up after seconds: all at the same time
+        refused = waits.submit(cut_off.post, "/v1/completions", {"prompt": "a"})
+        assert router.post("/v1/completions", {"prompt": "a"}).json() == {"ok": 1}
+        assert decode.asked[0][1]["kv_transfer_params"] == PARAMS
+        assert count(router, "apart") == 1
+        answer = refused.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "decode_unreached")
+        assert "it gives no sign" in answer.json()["error"]["message"]
+        assert count(cut_off, "not_reached") == 1
 
 
 def test_slow_answers_of_a_healthy_server_are_waited_for_and_it_is_asked_once_a_second_for_all() -> None:
