@@ -135,13 +135,10 @@ def test_ticket_that_was_used_is_refused_and_the_answer_is_right(pair: Pair) -> 
     assert value(consumer, "quire:kv_transfer_failed_total", reason="refused") == before[1] + 1
 
 
-ROUTE = "import sys; sys.argv[1] = 'route'; from quire.cli.main import main; main()"
-
-
 def test_router_hands_a_request_from_one_to_the_other(pair: Pair) -> None:
     producer, consumer = pair
     flags = ["--prefill", producer.url, "--decode", consumer.url, "--prefill-least-bytes", "0"]
-    with running_server(*flags, entry=ROUTE) as router:
+    with running_server(*flags, subcommand="route") as router:
         body = BODY | {"temperature": 0, "cache_salt": "routed", "stream_options": {"include_usage": True}}
         before = fetched(consumer)
         streamed = httpx.post(router.url + "/v1/completions", json=body | {"stream": True}, timeout=120).text
@@ -275,7 +272,7 @@ def is_settled(server: ServerProcess) -> bool:
 def routing(producer: ServerProcess, consumer: ServerProcess) -> Iterator[ServerProcess]:
     """Run a router that sends all completions to both."""
     flags = ["--prefill", producer.url, "--decode", consumer.url, "--prefill-least-bytes", "0"]
-    with running_server(*flags, entry=ROUTE) as router:
+    with running_server(*flags, subcommand="route") as router:
         yield router
 
 

@@ -19,7 +19,6 @@ from quire.server.route import MAX_MISSES, PROBE_PAUSE_S
 from support.server import ServerProcess, wait_until
 
 Json = dict[str, Any]
-ROUTE = "import sys; sys.argv[1] = 'route'; from quire.cli.main import main; main()"
 # As vLLM's NixlConnector answers, with keys that mean nothing to the router.
 PARAMS: Json = {
     "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e-1",
@@ -107,7 +106,8 @@ def stubs(*answers: Answer) -> Iterator[list[Stub]]:
 def routing(prefill: list[str], decode: list[str], least_bytes: int = 0) -> Iterator[ServerProcess]:
     flags = [part for url in prefill for part in ("--prefill", url)]
     flags += [part for url in decode for part in ("--decode", url)]
-    router = ServerProcess("--port", "0", "--prefill-least-bytes", str(least_bytes), *flags, entry=ROUTE)
+    flags += ["--port", "0", "--prefill-least-bytes", str(least_bytes)]
+    router = ServerProcess(*flags, is_forked=True, subcommand="route")
     try:
         router.wait_ready()
         yield router

@@ -28,7 +28,7 @@ READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>(?:https?://
 
 
 class ServerProcess:
-    """`quire serve` and what it has printed. `url` is known once it is ready.
+    """`quire serve`, or another `subcommand` that serves, and what it has printed. `url` is known once it is ready.
 
     A new process, of `entry`, code that `command` runs; or with `is_forked` a fork (support/forked_engines.py).
     """
@@ -40,6 +40,7 @@ class ServerProcess:
         command: tuple[str, ...] = (),
         entry: str = ENTRY,
         is_forked: bool = False,
+        subcommand: str = "serve",
     ) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close; a pipe without a reader would fill up)
         self.out = ""
@@ -50,10 +51,10 @@ class ServerProcess:
         self.process: subprocess.Popen[bytes] | ForkedProcess
         if is_forked:
             streams = writer, self._log.fileno()
-            self.process = parent().fork("support.forked_server", environment, [], ["serve", *arguments], streams)
+            self.process = parent().fork("support.forked_server", environment, [], [subcommand, *arguments], streams)
         else:
             self.process = subprocess.Popen(
-                [*command, sys.executable, "-c", entry, "serve", *arguments],
+                [*command, sys.executable, "-c", entry, subcommand, *arguments],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=writer,
@@ -147,15 +148,18 @@ def running_server(
     command: tuple[str, ...] = (),
     entry: str = ENTRY,
     is_new: bool | None = None,
+    subcommand: str = "serve",
 ) -> Iterator[ServerProcess]:
-    """Start `quire serve --port 0` with more arguments, wait until it is ready, and end it afterwards.
+    """Start `quire serve --port 0`, or another `subcommand`, with more arguments; wait for it, and end it afterwards.
 
     It is a fork, unless it `is_new`: by default if it has a command or code of its own, or restarts its engine, as most
     tests of that look at what it does until the new one is ready, and a fork is ready at once.
     """
     if is_new is None:
         is_new = bool(command) or entry != ENTRY or "--restart-engine" in arguments
-    server = ServerProcess("--port", "0", *arguments, env=env, command=command, entry=entry, is_forked=not is_new)
+    server = ServerProcess(
+        "--port", "0", *arguments, env=env, command=command, entry=entry, is_forked=not is_new, subcommand=subcommand
+    )
     try:
         server.wait_ready()
         yield server
