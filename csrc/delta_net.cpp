@@ -56,7 +56,7 @@ public:
     void run() {
         const long begin = op_.query_starts[seq_], count = op_.query_starts[seq_ + 1] - begin;
         if (count == 0) return;
-        begin_ = begin, start_ = op_.positions[begin], stop_ = start_ + count;
+        begin_ = begin, stop_ = op_.context_lens[seq_], start_ = stop_ - count;
         read_ = op_.read[seq_], write_ = op_.write[seq_];
         committed_ = op_.committed[seq_], commit_to_ = op_.commit_to[seq_];
         find_stops();

@@ -345,8 +345,9 @@ struct DeltaNetWeights {
 };
 
 // x [num_tokens, channels + width] of queries, keys, values and gates, rates [num_tokens, 2 * num_value_heads], out
-// [num_tokens, width], rows `stride` elements apart. states: the layer's part of all slots, StateShape.num_bytes each. Behind
-// it the arrays of StateRows, [num_seqs] but for snapshots [num_seqs, 2, 2].
+// [num_tokens, width], rows `stride` elements apart. states: the layer's part of all slots, StateShape.num_bytes each.
+// context_lens and query_starts as in Attention; behind them the arrays of StateRows, [num_seqs] but for snapshots
+// [num_seqs, 2, 2].
 template <typename T>
 struct DeltaNet : DeltaNetWeights {
     const T* x;
@@ -356,8 +357,7 @@ struct DeltaNet : DeltaNetWeights {
     T* out;
     long out_stride;
     void* states;
-    const std::int64_t* positions;
-    const std::int32_t *query_starts, *read, *committed, *write, *commit_to, *snapshots;
+    const std::int32_t *context_lens, *query_starts, *read, *committed, *write, *commit_to, *snapshots;
     long num_seqs;
 };
 

@@ -46,6 +46,9 @@ OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architec
     "Qwen2VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"num_heads": 16}},
     "Qwen2_5_VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS},
     "Qwen3VLForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": [8, 16]}},
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"deepstack_visual_indexes": [8, 16]},
+    },
 }
 Family = Callable[[ConfigReader], DecoderSpec]
 READ = {  # options among the sizes
@@ -101,6 +104,7 @@ class Cases:
         "Qwen2VL": "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",
         "Qwen3VL": "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoe": "Qwen3VLMoeForConditionalGeneration",
         "Qwen3_5Text": "Qwen3_5ForCausalLM",
         "Qwen3_5": "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",

@@ -90,9 +90,9 @@ class Runner:
         ]
         columns = ([getattr(each, name) for each in entries] for name in ("read", "committed", "write", "commit_to"))
         slots = StateRows(*(torch.tensor(each, dtype=torch.int32) for each in (*columns, snapshots)))
-        positions = torch.cat([torch.arange(entry.start, entry.stop) for entry in entries])
+        context_lens = torch.tensor([entry.stop for entry in entries], dtype=torch.int32)
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        out = self._compute(self._spec, x, rates, positions, self.states, starts, slots)
+        out = self._compute(self._spec, x, rates, context_lens, self.states, starts, slots)
         return list(out.split(counts))
 
     def state(self, slot: int) -> bytes:

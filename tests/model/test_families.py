@@ -31,7 +31,9 @@ NUM_FORCED = 64
 NUM_GREEDY = 24          # every position is compared with forced tokens
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
     name: f"{name}ForConditionalGeneration"
-    for name in ("Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Qwen3_5Moe")
+    for name in (
+        "Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
+    )
 }  # of classes that are not called as the rest
 NAMES |= {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
@@ -82,7 +84,9 @@ DELTA = LLAMA | SPECIAL | {
     "shared_expert_intermediate_size": 56,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+QWEN3_5 = DELTA | rope(
+    "default", rope_theta=500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
+)
 LFM2 = LLAMA | SPECIAL | rope("default")
 GEMMA = LLAMA | {"head_dim": 16}
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
@@ -101,8 +105,13 @@ QWEN_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
     "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0], "num_position_embeddings": 9,
 }  # fmt: skip
+QWEN3_5_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
+    "num_position_embeddings": 9,
+}  # fmt: skip
 QWEN2_VISION = {"embed_dim": 16, "hidden_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 8}
+QWEN3_ROPE = {"head_dim": 16} | rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True)
 MIXTURE = LLAMA | SPECIAL | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 ROUTED = LLAMA | SPECIAL | {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 LATENT = {key: value for key, value in ROUTED.items() if key != "num_key_value_heads"} | {
@@ -426,20 +435,26 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"attention_bias": True, "mlp_only_layers": [1], "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
         | {"linear_num_value_heads": 2, "shared_expert_intermediate_size": 32},
     ),
-    "qwen3.5": ("Qwen3_5", {"text_config": DELTA, "vision_config": QWEN_VISION}),
+    "qwen3.5": ("Qwen3_5", {"text_config": QWEN3_5, "vision_config": QWEN3_5_VISION, "image_token_id": 159}),
     "qwen3.5, tied": (
         "Qwen3_5",
         {
-            "text_config": DELTA | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 2},
-            "vision_config": QWEN_VISION, "tie_word_embeddings": True,
+            "text_config": QWEN3_5 | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 2},
+            "vision_config": QWEN3_5_VISION, "image_token_id": 159, "tie_word_embeddings": True,
         },
     ),
     "qwen3.5, text": ("Qwen3_5Text", DELTA),
     "qwen3.5, text, biases, tied": ("Qwen3_5Text", DELTA | {"attention_bias": True, "tie_word_embeddings": True}),
-    "qwen3.5 moe": ("Qwen3_5Moe", {"text_config": DELTA | {"num_experts": 6}, "vision_config": QWEN_VISION}),
+    "qwen3.5 moe": (
+        "Qwen3_5Moe",
+        {"text_config": QWEN3_5 | {"num_experts": 6}, "vision_config": QWEN3_5_VISION, "image_token_id": 159},
+    ),
     "qwen3.5 moe, biases": (
         "Qwen3_5Moe",
-        {"text_config": DELTA | {"num_experts": 4, "attention_bias": True}, "vision_config": QWEN_VISION},
+        {
+            "text_config": QWEN3_5 | {"num_experts": 4, "attention_bias": True}, "vision_config": QWEN3_5_VISION,
+            "image_token_id": 159,
+        },
     ),
     "qwen3.5 moe, text": ("Qwen3_5MoeText", DELTA | {"num_experts": 4}),
     "qwen3.5 moe, text, wide keys": ("Qwen3_5MoeText", DELTA | {"num_experts": 5, "linear_key_head_dim": 48}),
@@ -565,6 +580,16 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
                 "head_dim": 16, "attention_bias": True,
                 "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
             },
+            "vision_config": QWEN_VISION, "image_token_id": 159, "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-vl moe": (
+        "Qwen3VLMoe", {"text_config": MIXTURE | QWEN3_ROPE, "vision_config": QWEN_VISION, "image_token_id": 159},
+    ),
+    "qwen3-vl moe, dense layers, biases, tied": (
+        "Qwen3VLMoe",
+        {
+            "text_config": MIXTURE | QWEN3_ROPE | {"attention_bias": True, "mlp_only_layers": [1]},
             "vision_config": QWEN_VISION, "image_token_id": 159, "tie_word_embeddings": True,
         },
     ),

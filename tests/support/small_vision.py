@@ -74,10 +74,18 @@ _QWEN_VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 48, "patch_size": 14,
     "window_size": 56, "fullatt_block_indexes": [1],
 }  # fmt: skip
+_QWEN_TEXT = {
+    "Qwen2_5_VL": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "Qwen3_5": {
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
 
 
-def write_qwen2_5_vl(folder: Path) -> Path:
-    """Write a Qwen2.5-VL, 4 to 12 tokens an image, which needs transformers, into an empty folder."""
+def write_qwen_vl(folder: Path, family: str) -> Path:
+    """Write a Qwen2.5-VL or Qwen3.5, 4 to 12 tokens an image, which needs transformers, into an empty folder."""
     import torch
     import transformers
 
@@ -87,14 +95,14 @@ def write_qwen2_5_vl(folder: Path) -> Path:
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _QWEN_SPECIAL])
     begin, end, image = (tokenizer.token_to_id(text) for text in _QWEN_SPECIAL[2:])
     torch.manual_seed(3)
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
-    text = _TEXT | {"vocab_size": image + 1, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2}
+    text = _TEXT | _QWEN_TEXT[family] | {"vocab_size": image + 1, "bos_token_id": 1, "eos_token_id": 2}
     del text["model_type"]
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=text, vision_config=_QWEN_VISION, image_token_id=image, vision_start_token_id=begin,
+    vision = _QWEN_VISION if family == "Qwen2_5_VL" else _QWEN_VISION | {"num_position_embeddings": 25}
+    make, settings = (getattr(transformers, family + end) for end in ("ForConditionalGeneration", "Config"))
+    model = make(settings(
+        text_config=text, vision_config=vision, image_token_id=image, vision_start_token_id=begin,
         vision_end_token_id=end,
-    )  # fmt: skip
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    )).eval()  # fmt: skip
     randomize(model)
     model.save_pretrained(folder)
     save(tokenizer, folder, chat_template=QWEN_TEMPLATE)

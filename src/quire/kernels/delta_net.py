@@ -125,7 +125,7 @@ class StateRows:
 
 
 # spec, x [num_tokens, channels + width] of queries, keys, values and gates z, rates [num_tokens, 2 * num_value_heads]
-# of b and a, positions [num_tokens] int64, states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32, and
+# of b and a, context_lens [num_seqs] int32, states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32, and
 # rows: as `quire.kernels.reference.delta_net`
 DeltaRule = Callable[[DeltaNetSpec, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
 

@@ -116,7 +116,7 @@ class DeltaNetOp:
         """Compute, in one op of the back end."""
         assert inputs.state_rows is not None, "a step without slots of states"
         activations[self.out] = self.compute(
-            self.spec, activations.pop(self.x), activations.pop(self.rates), inputs.positions,
+            self.spec, activations.pop(self.x), activations.pop(self.rates), inputs.metadata.context_lens,
             inputs.states[self.layer], inputs.metadata.query_starts, inputs.state_rows,
         )  # fmt: skip
 

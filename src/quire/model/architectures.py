@@ -26,6 +26,7 @@ from quire.model.families import (
     olmo,
     opt,
     qwen3_next,
+    qwen_vl,
 )
 from quire.model.spec import DecoderSpec
 
@@ -66,12 +67,13 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "OlmoeForCausalLM": mixture.olmoe,
     "OPTForCausalLM": opt.opt,
     "Phi3ForCausalLM": llama_variants.phi3,
-    "Qwen2_5_VLForConditionalGeneration": multimodal.qwen2_5_vl,
-    "Qwen2VLForConditionalGeneration": multimodal.qwen2_vl,
+    "Qwen2_5_VLForConditionalGeneration": qwen_vl.qwen2_5_vl,
+    "Qwen2VLForConditionalGeneration": qwen_vl.qwen2_vl,
     "Qwen2MoeForCausalLM": mixture.qwen2_moe,
     "Qwen3MoeForCausalLM": mixture.qwen3_moe,
     "Qwen3NextForCausalLM": qwen3_next.qwen3_next,
-    "Qwen3VLForConditionalGeneration": multimodal.qwen3_vl,
+    "Qwen3VLForConditionalGeneration": qwen_vl.qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": qwen_vl.qwen3_vl_moe,
     "Qwen3_5ForCausalLM": qwen3_next.qwen3_5_text,
     "Qwen3_5ForConditionalGeneration": qwen3_next.qwen3_5,
     "Qwen3_5MoeForCausalLM": qwen3_next.qwen3_5_moe_text,

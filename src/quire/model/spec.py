@@ -47,13 +47,15 @@ class StackedTensor:
     """A tensor of all experts of a layer, and the tensors, one of each expert, of which it has the rows.
 
     [num_experts, rows of all of them, ...], or [num_experts, width, rows] if `is_transposed`. Rows of several tensors
-    come one after the other, or in turns if `is_interleaved`.
+    come one after the other, or in turns if `is_interleaved`. `width`: of rows, for families that are stored both ways:
+    tensors of another one are transposed.
     """
 
     name: str
     tensors: tuple[str, ...]
     is_transposed: bool = False
     is_interleaved: bool = False
+    width: int = 0
 
 
 GATE, UP, DOWN = (f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))

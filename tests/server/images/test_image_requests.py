@@ -19,7 +19,7 @@ from quire.core.errors import InvalidRequestError
 from quire.engine.options import EngineOptions
 from support.agent_bodies import messages_body, responses_body
 from support.openai_server import NAME, OpenAIServer, openai_server
-from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_qwen2_5_vl
+from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_qwen_vl
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
@@ -382,10 +382,11 @@ def test_gemma_3_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
     assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_qwen_vl_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3_5"])
+def test_qwen_vl_has_prompts_and_logits_of_transformers(family: str, tmp_path: Path) -> None:
     """Each image has as many tokens as its size gives; an operator may bound them."""
-    folder = write_qwen2_5_vl(tmp_path)
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+    folder = write_qwen_vl(tmp_path, family)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
     images = [picture("one").resize((75, 140)), picture("two").resize((300, 31))]

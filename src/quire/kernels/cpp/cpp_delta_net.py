@@ -16,7 +16,7 @@ _ROWS = tuple(each.name for each in fields(StateRows))
 
 
 def delta_net(
-    spec: DeltaNetSpec, x: Array, rates: Array, positions: NDArray[np.int64], states: Array,
+    spec: DeltaNetSpec, x: Array, rates: Array, context_lens: NDArray[np.int32], states: Array,
     query_starts: NDArray[np.int32], rows: StateRows,
 ) -> Array:  # fmt: skip
     """Do what the reference does; inputs beside states in the dtype that the kernels compute x in."""
@@ -24,13 +24,12 @@ def delta_net(
     inputs, numbers = (np.ascontiguousarray(converted(each, dtype)) for each in (x, rates))
     assert inputs.shape == (num_tokens, heads.channels + heads.width), f"{inputs.shape} for {heads}"
     assert numbers.shape == (num_tokens, 2 * heads.num_value_heads), f"{numbers.shape} for {heads}"
-    assert len(positions) == num_tokens == query_starts[-1]
-    assert positions.dtype == np.int64
-    assert query_starts.dtype == np.int32
+    assert (num_tokens, len(context_lens)) == (query_starts[-1], len(query_starts) - 1)
+    assert query_starts.dtype == context_lens.dtype == np.int32
     out = np.empty((num_tokens, heads.width), dtype)
     _DELTA_NET[dtype](
         delta_net_weights(spec), address(inputs), row_stride(inputs), address(numbers), row_stride(numbers),
-        address(out), row_stride(out), address(checked_states(spec, states, dtype)), address(positions),
+        address(out), row_stride(out), address(checked_states(spec, states, dtype)), address(context_lens),
         address(query_starts), *state_arguments(rows), len(query_starts) - 1,
     )  # fmt: skip
     return converted(out, x.dtype)

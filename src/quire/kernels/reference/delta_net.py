@@ -20,7 +20,7 @@ def gate(x: Tensor, gates: Tensor) -> Tensor:
 
 
 def delta_net(
-    spec: DeltaNetSpec, x: Tensor, rates: Tensor, positions: Tensor, states: Tensor, query_starts: Tensor,
+    spec: DeltaNetSpec, x: Tensor, rates: Tensor, context_lens: Tensor, states: Tensor, query_starts: Tensor,
     rows: StateRows,
 ) -> Tensor:  # fmt: skip
     """Return [num_tokens, width]: the results of the heads, normed and gated; keep the new states.
@@ -32,13 +32,14 @@ def delta_net(
     """
     heads, taps = spec.heads, spec.taps
     out = x.new_empty(len(x), heads.width)
-    entries = [each.tolist() for each in (rows.read, rows.committed, rows.write, rows.commit_to, rows.snapshots)]
+    arrays = (context_lens, rows.read, rows.committed, rows.write, rows.commit_to, rows.snapshots)
+    entries = [each.tolist() for each in arrays]
     inputs = torch.cat([x[:, : heads.channels], rates], dim=1)
     steps = zip(pairwise(query_starts.tolist()), *entries, strict=True)
-    for (start, stop), read, committed, write, commit_to, snapshots in steps:
+    for (start, stop), context_len, read, committed, write, commit_to, snapshots in steps:
         if start == stop:
             continue
-        first = int(positions[start])
+        first = context_len - (stop - start)
         own = Slot(spec, states[read], x.dtype) if read >= 0 else None
         state = torch.zeros(heads.num_value_heads, heads.key_dim, heads.value_dim) if own is None else own.state()
         window = {position: torch.zeros(heads.inputs, dtype=x.dtype) for position in range(1 - taps, 0)}

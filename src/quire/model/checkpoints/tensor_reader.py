@@ -183,12 +183,13 @@ def with_single_experts(checkpoint: Checkpoint, names: WeightMap) -> Checkpoint:
                 continue
             stem, shape = name.removesuffix(stacked.name), _shape(checkpoint, name)
             num_modules = len(stacked.tensors)
-            num_rows = shape[2 if stacked.is_transposed else 1] // num_modules
+            is_transposed = stacked.is_transposed or 0 < stacked.width != shape[-1]
+            num_rows = shape[2 if is_transposed else 1] // num_modules
             for index, tensor in enumerate(stacked.tensors):
                 start, step = (index, num_modules) if stacked.is_interleaved else (index * num_rows, 1)
                 for expert in range(shape[0]):
                     own = stem + tensor.format(expert=expert)
-                    parts[own] = StackedPart(name, expert, stacked.is_transposed, start, step, num_rows)
+                    parts[own] = StackedPart(name, expert, is_transposed, start, step, num_rows)
     for name in checkpoint.names:
         for old, new in names.renamed.items():
             if name.endswith(f".{old}"):

@@ -1,7 +1,7 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.6, their text: gated delta nets in most layers, gated attention in the others (2025).
+"""Qwen3-Next, Qwen3.5 and Qwen3.6: gated delta nets in most layers, gated attention in the others (2025).
 
-Norms are with 1 + weight, but for that of a delta net. A quarter of a head's dimensions is rotated; positions in three
-axes are equal for text. Parts of a checkpoint that predict later tokens (`mtp.`) and that read images are not read.
+Norms are with 1 + weight, but for that of a delta net. A quarter of a head's dimensions is rotated. Parts of a
+checkpoint that predict later tokens (`mtp.`) are not read. Encoders of images are those of `qwen_vl`.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from functools import partial
 from quire.kernels.delta_net import MAX_TAPS
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader
 from quire.model.families.mixture import shared_experts, with_experts
+from quire.model.families.multimodal import text_config
+from quire.model.families.qwen_vl import with_qwen3_5_vision
 from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.llama import llama
 from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames
@@ -65,21 +67,20 @@ def qwen3_5_moe_text(config: ConfigReader) -> DecoderSpec:
 
 
 def qwen3_5(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of the text model in a Qwen3.5 or Qwen3.6."""
+    """Return the spec of a Qwen3.5 or Qwen3.6: images of any size, positions by row and column."""
     return _text(config, qwen3_5_text)
 
 
 def qwen3_5_moe(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of the text model in a Qwen3.5 or Qwen3.6 with experts."""
+    """Return the spec of a Qwen3.5 or Qwen3.6 with experts: images of any size, positions by row and column."""
     return _text(config, qwen3_5_moe_text)
 
 
 def _text(config: ConfigReader, family: Callable[[ConfigReader], DecoderSpec]) -> DecoderSpec:
-    text = config.nested("text_config", config.section("text_config"))
-    if config.has("tie_word_embeddings") or not text.has("tie_word_embeddings"):
-        text = text.replaced(tie_word_embeddings=config.flag("tie_word_embeddings", False))
+    text = text_config(config, {}, is_tied=False)
     spec = family(text)
-    return replace(spec, weights=replace(spec.weights, prefixes=("model.language_model.", "model.", "")))
+    spec = replace(spec, weights=replace(spec.weights, prefixes=("model.language_model.", "model.", "")))
+    return with_qwen3_5_vision(config, text, spec)
 
 
 def _with_defaults(config: ConfigReader, sizes: dict[str, int]) -> ConfigReader:
