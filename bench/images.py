@@ -128,10 +128,12 @@ def encoders(
             with torch.inference_mode():
                 theirs.get_image_features(tensor)
 
-        with LLM(files / "model", dtype=dtype, num_kv_blocks=64) as llm:
-            tower = llm._engine.model.vision  # type: ignore[attr-defined]
+        settings: dict[str, Any] = {"dtype": dtype, "num_kv_blocks": 64}
+        with LLM(files / "model", **settings) as llm, LLM(files / "model", quantization="int8", **settings) as rounded:
+            tower, of_int8 = (each._engine.model.vision for each in (llm, rounded))  # type: ignore[attr-defined]
             runs: dict[str, Callable[[], object]] = {
                 f"Quire's encoder, {dtype}": partial(tower.encode, given), f"transformers' encoder, {dtype}": encode,
+                f"Quire's encoder, {dtype}, quantization int8": partial(of_int8.encode, given),
             }  # fmt: skip
             if libraries is not None and mtmd is not None:
                 from support import llama_cpp  # noqa: PLC0415 (a module of tests/)

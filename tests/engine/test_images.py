@@ -39,6 +39,7 @@ from support.image_prompts import (
     PROCESSOR_FILE,
     RANDOM,
     answers,
+    check_rounded_encoder,
     generate,
     open_llm,
     random_image,
@@ -195,6 +196,10 @@ def test_packed_weights_have_the_tower(llava: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_an_encoder_beside_a_rounded_model_is_of_int8(folder: Path) -> None:
+    check_rounded_encoder(folder, [picture(1), picture(2)])
+
+
 def test_answers_equal_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
     params = replace(GREEDY, max_tokens=32, logprobs=160)
@@ -243,6 +248,14 @@ def test_batched_requests_have_their_bits(folder: Path, alone: list[list[Answer]
         images = llm._engine.engine.scheduler.planner.images
         assert images is not None
         assert images.num_encoded == 3
+
+
+def test_batched_requests_of_a_rounded_model_have_their_bits(folder: Path, alone: list[list[Answer]]) -> None:
+    with open_llm(folder, quantization="int8", max_num_batched_tokens=20) as llm:
+        by_themselves = [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+    assert by_themselves != alone
+    with open_llm(folder, quantization="int8") as llm:
+        assert answers(llm, PROMPTS, PARAMS) == by_themselves
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:

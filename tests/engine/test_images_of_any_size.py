@@ -40,6 +40,7 @@ from support.image_prompts import (
     PROCESSOR_FILE,
     RANDOM,
     answers,
+    check_rounded_encoder,
     generate,
     open_llm,
     random_image,
@@ -252,6 +253,10 @@ def test_bfloat16_error_of_a_tower_is_at_most_1_2_times_that_of_transformers(fam
     exact = features(rounded.float(), range(len(SIZES)))
     errors = [(each - exact).square().mean().sqrt() for each in (found, theirs)]
     assert 0 < errors[0] <= 1.2 * errors[1]
+
+
+def test_an_encoder_beside_a_rounded_model_is_of_int8(folder: Path) -> None:
+    check_rounded_encoder(folder, list(map(picture, range(len(SIZES)))))
 
 
 def test_answers_equal_transformers(folder: Path) -> None:

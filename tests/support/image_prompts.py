@@ -6,11 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.core.image_processing import PreparedImage, image_settings, pixel_values
 from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.kernels.back_end import BackEnd
+from quire.kernels.choice import choose_back_end
+from quire.model.loader import load_model
+from quire.model.quantization import Method, QuantizationOptions
+from quire.model.source import read_folder
+from quire_lab.sim.footprint import weight_bytes
 from support.answers import Answer, answers_of
 
 if TYPE_CHECKING:
@@ -40,6 +47,26 @@ def random_image(seed: int, height: int, width: int, grid: tuple[int, int]) -> P
 def values_of(image: PreparedImage) -> torch.Tensor:
     """Return the input of an encoder for pixels, [3, height, width]."""
     return torch.from_numpy(pixel_values(_SETTINGS, image))
+
+
+def check_rounded_encoder(folder: Path, pictures: Sequence[PreparedImage]) -> None:
+    """Check the rows of an encoder beside a model that is rounded to int8 or int4: of int8, near those of floats."""
+    source, cpp = read_folder(folder), choose_back_end("cpu", "cpp")
+
+    def rows(method: Method | None, back_end: BackEnd = cpp) -> torch.Tensor:
+        quantization = source.quantization(QuantizationOptions(method))
+        model = load_model(folder, back_end=back_end, quantization=quantization)
+        assert model.vision is not None
+        if back_end is cpp:
+            assert model.weight_bytes == weight_bytes(model.spec, "float32", quantization=quantization)
+        given = [values_of(each).numpy() for each in pictures]
+        return torch.cat([torch.as_tensor(np.asarray(model.vision.encode(each)).copy()) for each in given])
+
+    exact, rounded = rows(None), rows("int8")
+    assert torch.equal(rows("int4"), rounded)
+    for each in (rounded, rows("int8", choose_back_end("cpu", "reference"))):
+        error = (each - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        assert 0.005 < error < 0.03
 
 
 def text(seed: int, count: int) -> list[int]:

@@ -25,6 +25,7 @@ from quire.model.rope import RotaryTable, RotaryTables, inverse_frequencies
 from quire.model.shapes import VisionShapes
 from quire.model.spec import Merging, VisionSpec
 from quire.model.vision import TowerProjector
+from quire.model.weight_format import DenseFormat
 from quire.model.weights import WeightReader
 
 
@@ -63,7 +64,8 @@ class MergingTower:
         self.spec, self._merging, self._back_end = spec, spec.merging, weights.back_end
         tower, shapes, names = spec.tower, VisionShapes.of(spec), spec.tower.weights
         own = weights.below(names.prefixes, spec.patches, names)
-        self._patches, self._none, self.itemsize = own.linear(shapes.patches), own.zeros(0), own.dtype.itemsize
+        self._patches = own.linear(shapes.patches, weight_format=DenseFormat())
+        self._none, self.itemsize = own.zeros(0), own.dtype.itemsize
         self._positions = None if shapes.positions is None else own.table(shapes.positions)
         (rotary,) = tower.rotaries
         half = inverse_frequencies(replace(rotary, head_dim=rotary.head_dim // 2), rotary.max_positions)

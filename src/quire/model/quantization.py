@@ -66,6 +66,14 @@ class Quantization:
         """Return the scheme of the layer that modules, by their full names in the checkpoint, are fused to."""
         return self.layers
 
+    @property
+    def vision(self) -> WeightScheme:
+        """The scheme of an encoder of images: int8, as the head, of floats that are rounded as they are read.
+
+        Checkpoints have encoders of floats.
+        """
+        return self.head if self.method in ONLINE_METHODS else WeightScheme()
+
     def __str__(self) -> str:
         """Return the description in logs."""
         return f"{self.method}: {self.layers}; output head: {self.head}"

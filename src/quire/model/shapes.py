@@ -422,7 +422,7 @@ class VisionShapes(NamedTuple):
             num_values *= merging.num_frames
             projectors = _merged_projectors(spec, merging)
         return cls(
-            patches=LinearShape((spec.patches,), (width,), num_values, spec.has_patch_bias),
+            patches=LinearShape((spec.patches,), (width,), num_values, spec.has_patch_bias, is_always_dense=True),
             class_token=VectorShape(spec.class_token, (width,)) if spec.has_class_token else None,
             positions=TableShape(names.embedding, tower.vocab_size, width) if tower.vocab_size else None,
             pre_norm=_norm_or_none(tower, spec.pre_norm, width),
@@ -458,7 +458,7 @@ def _projector(spec: VisionSpec, names: tuple[str, ...], width: int, inner: int)
 
 
 def vision_shapes(spec: VisionSpec) -> list[Shape | None]:
-    """Return the shapes of all weights of an encoder of images; all are of floats."""
+    """Return the shapes of all weights of an encoder of images."""
     tower = spec.tower
     *around, projector, deep = VisionShapes.of(spec)
     projectors = (shape for each in (projector, *deep) for shape in (each.norm, *each.layers))

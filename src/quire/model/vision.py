@@ -21,6 +21,7 @@ from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program, make_norm
 from quire.model.shapes import ProjectorShapes, VisionShapes
 from quire.model.spec import VisionSpec
+from quire.model.weight_format import DenseFormat
 from quire.model.weights import WeightReader
 
 
@@ -58,7 +59,7 @@ class VisionTower:
         tower, shapes, names = spec.tower, VisionShapes.of(spec), spec.tower.weights
         own = weights.below(names.prefixes, names.embedding, names)
         assert shapes.positions is not None, "an encoder without positions"
-        self._patches, positions = own.linear(shapes.patches), own.table(shapes.positions)
+        self._patches, positions = own.linear(shapes.patches, weight_format=DenseFormat()), own.table(shapes.positions)
         if shapes.class_token is not None:  # the first row's patch is zero: its sum is that of token and position
             table = floats(positions).copy()
             table[0] += floats(own.vector(shapes.class_token))

@@ -6,6 +6,7 @@ One tensor is quantized at a time, and its floats are dropped before the next is
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -126,6 +127,11 @@ class RoundedFormat:
             [_rounded(read_floats(tensors, each, width, is_transposed=is_transposed), layers) for each in modules]
         )
 
+    @property
+    def vision(self) -> "RoundedFormat":
+        """The format of an encoder of images."""
+        return RoundedFormat(replace(self._quantization, layers=self._quantization.vision))
+
     def read_table(self, tensors: TensorReader, module: ModuleRows, width: int) -> None:
         """Return None: tables are read as floats."""
 
@@ -138,6 +144,11 @@ class RoundedFormat:
         """Return the head; a tied one is quantized beside the embedding table, which stays as it is."""
         (weight,) = DenseFormat().read_head(tensors, module, width, embedding).data
         return _rounded(weight, self._quantization.head)
+
+
+def vision_format(weight_format: WeightFormat) -> WeightFormat:
+    """Return the format of the layers of an encoder of images that is loaded with a model of a format."""
+    return weight_format.vision if isinstance(weight_format, RoundedFormat) else DenseFormat()
 
 
 def tensors_of_floats(checkpoint: Checkpoint, quantization: Quantization) -> StoredTensors:

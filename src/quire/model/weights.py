@@ -22,7 +22,7 @@ from quire.model.checkpoints.tensor_reader import Checkpoint, TensorReader, with
 from quire.model.shapes import ExpertShapes, LinearShape, NormShape, TableShape, VectorShape
 from quire.model.sharding import Range, shifted
 from quire.model.spec import Rotary, WeightMap
-from quire.model.weight_format import DenseFormat, ModuleRows, RoundedFormat, WeightFormat
+from quire.model.weight_format import DenseFormat, ModuleRows, RoundedFormat, WeightFormat, vision_format
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +94,13 @@ class WeightReader:
         return scoped
 
     def below(self, prefixes: Sequence[str], module: str, names: WeightMap | None = None) -> "WeightReader":
-        """Return a reader of a part of floats, below the first prefix under which the checkpoint has `module`.
+        """Return a reader of an encoder of images, below the first prefix under which the checkpoint has `module`.
 
         names: of its layers, where it has some.
         """
         scoped, found = copy.copy(self), (each for each in prefixes if f"{each}{module}.weight" in self._tensors.names)
-        scoped.names, scoped._format, scoped._prefix = names or self.names, DenseFormat(), next(found, prefixes[0])
+        scoped.names, scoped._prefix = names or self.names, next(found, prefixes[0])
+        scoped._format = vision_format(self._format)
         return scoped
 
     def table(self, shape: TableShape) -> Tensor:

@@ -126,7 +126,7 @@ def weight_bytes(
 
     def kept(shape: Shape | None, prefix: str) -> int | Fraction:
         scheme = UNQUANTIZED.layers
-        if isinstance(shape, LinearShape) and not shape.is_always_dense:
+        if isinstance(shape, LinearShape) and is_rounded(shape):
             scheme = quantization.scheme([prefix + module for module in shape.modules])
         num_bytes = _kept_bytes(shape, dtype, packing, scheme)
         if shape == around.embedding and is_table_head:
@@ -142,7 +142,7 @@ def weight_bytes(
     is_head_kept |= of_one_token and spec.has_head
     total = sum(kept(shape, prefix) for shape in around[:-1])
     if not of_one_token and shard is None:
-        total += vision_bytes(spec, dtype, packing)
+        total += vision_bytes(spec, dtype, packing, quantization)
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
         shapes = list(layer_shapes(spec, layer))
@@ -153,10 +153,20 @@ def weight_bytes(
     return int(total) + (_kept_bytes(head, dtype, packing, quantization.head) if is_head_kept else 0)
 
 
-def vision_bytes(spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING) -> int:
+def vision_bytes(
+    spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, quantization: Quantization = UNQUANTIZED
+) -> int:
     """Return the bytes of the weights of a model's encoder of images; 0: it has none. A rank's model has none."""
     shapes = [] if spec.vision is None else vision_shapes(spec.vision)
-    return sum(_kept_bytes(shape, dtype, packing, UNQUANTIZED.layers) for shape in shapes)
+    return sum(
+        _kept_bytes(shape, dtype, packing, quantization.vision if is_rounded(shape) else UNQUANTIZED.layers)
+        for shape in shapes
+    )
+
+
+def is_rounded(shape: Shape | None) -> bool:
+    """Return whether a weight has fewer bits in a quantized model."""
+    return isinstance(shape, LinearShape) and not shape.is_always_dense
 
 
 def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -> int:

@@ -184,7 +184,7 @@ def _images(model: FoundModel, packing: Packing) -> dict[str, Any]:
         "image_tokens": num_tokens,
         "image_bytes": num_tokens * vision.row_width * element_bytes,
         "image_size": size,
-        "vision_weight_bytes": vision_bytes(model.spec, model.dtype, packing),
+        "vision_weight_bytes": vision_bytes(model.spec, model.dtype, packing, model.quantization),
     }
 
 

@@ -100,9 +100,9 @@ class ModelOptions:
     quantization: Method | None = _model(
         None, "int8 or int4 quantizes linear layers while they are loaded; awq, gptq, compressed-tensors, fp8, mxfp4 "
         "and gguf check what the folder says", short="-q", metavar="FORMAT", shown_default="as the folder says",
-        row="`int8` or `int4`: float weights of linear layers are quantized while they are loaded, the output head to "
-        "int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, `fp8`, `mxfp4`, `gguf`: the "
-        "format of the checkpoint, which is checked. `None`: as the checkpoint is",
+        row="`int8` or `int4`: float weights of linear layers are quantized while they are loaded, the output head and "
+        "an encoder of images to int8 ([quantization.md](quantization.md)). `awq`, `gptq`, `compressed-tensors`, "
+        "`fp8`, `mxfp4`, `gguf`: the format of the checkpoint, which is checked. `None`: as the checkpoint is",
     )  # fmt: skip
     quantization_group_size: int = _model(
         DEFAULT_GROUP_SIZE, "inputs that share a scale, of int8 and int4; -1: all of an output", low=WHOLE_ROW,
