@@ -23,6 +23,7 @@ from quire.core.image_processing import (
     prepared,
     read_processor,
     settings_of_any_size,
+    settings_of_bounded_size,
 )
 from quire.model.source import read_folder
 from support.small_vision import write_gemma3, write_llava
@@ -183,6 +184,67 @@ def test_numbers_of_tokens_of_random_sizes_are_those_of_transformers(limits: tup
             continue
         assert 4 * settings.num_tokens(prepared(image, settings).grid) == expected, (width, height)  # type: ignore[arg-type]
     assert 0 < num_refused < 200
+
+
+def read_bounded(folder: Path, patch_size: int = 7) -> ImageSettings:
+    return settings_of_bounded_size(
+        *read_processor(folder), "pixtral", image_token_id=7, patch_size=patch_size, pool=2
+    )
+
+
+@pytest.mark.parametrize("size", [{"longest_edge": 112}, {"height": 112, "width": 70}])
+def test_pixels_of_pixtral_are_those_of_transformers(size: dict[str, int], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.PixtralImageProcessorPil(size=size, patch_size=7).save_pretrained(tmp_path)
+    processor = transformers.PixtralImageProcessorPil.from_pretrained(tmp_path)
+    settings = read_bounded(tmp_path)
+    for number, (width, height) in enumerate([(1, 1), (14, 56), (300, 200), (29, 400), (112, 112), (13, 97), (113, 2)]):
+        image = noise(width, height, MODES[number % 4], seed=number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = processor(image, return_tensors="np", patch_size=14)     # of a square, as PixtralProcessor's
+        own = prepared(as_rgb(image), settings)
+        np.testing.assert_array_equal(pixel_values(settings, own), expected["pixel_values"][0], err_msg=f"{image.size}")
+        assert expected["image_sizes"].tolist() == [[14 * own.grid[0], 14 * own.grid[1]]]
+
+
+def test_numbers_of_tokens_of_pixtral_are_those_of_transformers(tmp_path: Path) -> None:
+    module = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
+    folder_with(tmp_path, {"size": {"longest_edge": 1540}, "patch_size": {"height": 14, "width": 14}})
+    settings, draws, num_refused = read_bounded(tmp_path, 14), random.Random(3), 0
+    for _ in range(500):
+        width, height = (int(2 ** draws.uniform(0, 13)) for _ in range(2))
+        shape = np.broadcast_to(np.uint8(0), (3, height, width))
+        rows, columns = (edge // 28 for edge in module.get_resize_output_image_size(shape, 1540, 28, "channels_first"))
+        image = ShapeAlone(width, height)
+        if not rows or not columns:             # where transformers' resize fails
+            num_refused += 1
+            with pytest.raises(InvalidRequestError, match="is too narrow: scaled to 1540 x 1540 at most"):
+                prepared(image, settings)  # type: ignore[arg-type]
+            continue
+        own = prepared(image, settings)  # type: ignore[arg-type]
+        assert (own.grid, settings.num_tokens(own.grid)) == ((rows, columns), rows * (columns + 1)), (width, height)
+    assert 0 < num_refused < 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"size": {"longest_edge": 5000}}, "size must be an integer from 1 to 4096, got 5000"),
+        ({"size": {"shortest_edge": 500}}, "size must be an integer from 1 to 4096, got None"),
+        ({"size": {"longest_edge": 4096}}, "gives more than 65536 patches of 7 pixels"),
+        ({"patch_size": 16}, "patch_size 16 is not the encoder's of config.json, 7"),
+        ({"patch_size": {"height": 7, "width": 14}}, "patch_size .* is not the encoder's of config.json, 7"),
+        ({"do_center_crop": True}, "do_center_crop must be false, got True"),
+        ({"tiles": 4}, "the settings tiles are not known"),
+    ],
+)
+def test_settings_of_pixtral_that_would_give_other_pixels_are_refused(
+    settings: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    folder_with(tmp_path, {"patch_size": 7, **settings})
+    with pytest.raises(ModelError, match=expected):
+        read_bounded(tmp_path)
 
 
 class ShapeAlone:

@@ -529,6 +529,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "llava, pixtral of a mistral": (
+        "Llava",
+        {
+            "text_config": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": PIXTRAL, "image_token_index": 159, "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+        },
+    ),
     "qwen2-vl": (
         "Qwen2VL",
         {

@@ -110,6 +110,45 @@ def write_qwen_vl(folder: Path, family: str) -> Path:
     return folder
 
 
+# Pixtral's: images and texts in their order.
+PIXTRAL_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST]{% endif %}{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}[IMG]"
+    "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if m['role'] == 'user' %}[/INST]{% endif %}{% endfor %}"
+)
+_PIXTRAL_SPECIAL = ("[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_PIXTRAL_PROCESSOR = {
+    "image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 84}, "patch_size": 7,
+    "processor_class": "PixtralProcessor", "do_pad": True,
+}  # fmt: skip
+_PIXTRAL_VISION = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "patch_size": 7, "image_size": 84,
+}  # fmt: skip
+
+
+def write_mistral3(folder: Path) -> Path:
+    """Write a Mistral 3, a token for 14 x 14 pixels, which needs transformers, into an empty folder."""
+    import torch
+    import transformers
+
+    from support.random_parameters import randomize
+
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _PIXTRAL_SPECIAL])
+    torch.manual_seed(3)
+    text = _TEXT | {"model_type": "mistral", "vocab_size": tokenizer.get_vocab_size(), "head_dim": 8}
+    image = tokenizer.token_to_id("[IMG]")
+    config = transformers.Mistral3Config(text_config=text, vision_config=_PIXTRAL_VISION, image_token_index=image)
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, chat_template=PIXTRAL_TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(_PIXTRAL_PROCESSOR))
+    return folder
+
+
 def write_llava(folder: Path, num_positions: int = 512) -> Path:
     """Write the model, which needs transformers, into an empty folder."""
     import torch

@@ -5,7 +5,7 @@ The rest, rescaling and normalization, depends on the 8 bits of a value alone an
 pixels are 8 bits a value until they are encoded, and the process that decodes images does without NumPy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from io import BytesIO
 from math import ceil, floor, sqrt
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from quire.core.arrays import Array  # loads NumPy: the process that decodes images does without
 
-Resize = Literal["crop", "fixed", "any"]
+Resize = Literal["crop", "fixed", "any", "bounded"]
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MAX_EDGE = 4096             # longest edge behind a resize to one size, in pixels; models have 224 to 1,540
 MAX_PATCHES = 1 << 16       # an image of any size has no more; Qwen-VL's have at most as many
@@ -49,8 +49,9 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
 
     `resize`: "crop" scales the shorter edge to `shortest_edge` and cuts height x width from the center; "fixed" scales
     to height x width; "any" scales both edges alike, to multiples of patch_size * pool with `min_pixels` to
-    `max_pixels` in all. `resample`: Pillow's number of a filter. `pool`: patches of a row that one token stands for.
-    `num_extra`: tokens of an image beside its patches.
+    `max_pixels` in all; "bounded" scales larger images down to height x width at most, both edges alike, and then each
+    up to a multiple. `resample`: Pillow's number of a filter. `pool`: patches of a row that one token stands for.
+    `num_extra`: tokens of an image beside its patches. `has_row_ends`: one of text stands behind each row of them.
     """
 
     family: str
@@ -68,6 +69,7 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     num_extra: int = 0
     min_pixels: int = 0
     max_pixels: int = 0
+    has_row_ends: bool = False
 
     @property
     def unit(self) -> int:
@@ -77,11 +79,11 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     @property
     def least_tokens(self) -> int:
         """Fewest placeholders of an image of any size."""
-        return max(1, ceil(self.min_pixels / self.unit**2))
+        return max(1, ceil(self.min_pixels / self.unit**2)) + self.has_row_ends
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Return the number of placeholders of an image with a grid."""
-        return grid[0] * grid[1] + self.num_extra
+        return grid[0] * (grid[1] + self.has_row_ends) + self.num_extra
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -98,8 +100,13 @@ _QWEN_VL = {
     "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "resample": 3, "patch_size": 14,
     "temporal_patch_size": 2, "merge_size": 2, "image_mean": _CLIP["image_mean"], "image_std": _CLIP["image_std"],
 }  # fmt: skip
+_PIXTRAL = {
+    "size": {"longest_edge": 1024}, "resample": 3, "patch_size": 16, "image_mean": _CLIP["image_mean"],
+    "image_std": _CLIP["image_std"],
+}  # fmt: skip
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {    # transformers'
     "llava": _CLIP, "gemma3": _GEMMA3, "qwen2_vl": _QWEN_VL, "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL,
+    "pixtral": _PIXTRAL,
 }  # fmt: skip
 _READ = frozenset((
     "do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_convert_rgb", "do_pad", "do_pan_and_scan", "size",
@@ -199,6 +206,44 @@ def settings_of_any_size(
     )
 
 
+def settings_of_bounded_size(
+    where: str, processor: Mapping[str, Any], family: str, *, image_token_id: int, patch_size: int, pool: int
+) -> ImageSettings:
+    """Return the settings of a processor, by the keys of its file `where`, that scales images down to a size at most.
+
+    ModelError as in `image_settings`.
+    """
+    given = _given(where, processor, family)
+    _check_keys(where, given, _READ | {"patch_size"}, off=("do_center_crop", "do_pan_and_scan"))
+    size, unit = given["size"], patch_size * pool
+    if not isinstance(size, dict):
+        size = {"longest_edge": size}
+    longest = size.get("longest_edge")
+    height, width = (longest, longest) if longest else (size.get("height"), size.get("width"))
+    height = _integer(where, "size", height, 1, MAX_EDGE)
+    width = _integer(where, "size", width, 1, MAX_EDGE)
+    if ceil(height / unit) * ceil(width / unit) * pool**2 > MAX_PATCHES:
+        raise ModelError(f"{where}: size {shown(size)} gives more than {MAX_PATCHES} patches of {patch_size} pixels")
+    edge = given["patch_size"]
+    edges = set(edge.values()) if isinstance(edge, dict) else {edge}
+    if edges not in ({patch_size}, {unit}):
+        raise ModelError(f"{where}: patch_size {shown(edge)} is not the encoder's of config.json, {patch_size}")
+    return ImageSettings(
+        family=family,
+        image_token_id=image_token_id,
+        patch_size=patch_size,
+        resize="bounded",
+        height=height,
+        width=width,
+        resample=_integer(where, "resample", given["resample"], 0, 5),
+        scale=_number(where, "rescale_factor", given.get("rescale_factor", 1 / 255)),
+        mean=_numbers(where, "image_mean", given["image_mean"]),
+        std=_numbers(where, "image_std", given["image_std"], LEAST_STD),
+        pool=pool,
+        has_row_ends=True,
+    )
+
+
 def _given(where: str, processor: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the settings of a processor over those that transformers has for a family."""
     if family not in _DEFAULTS:
@@ -219,7 +264,9 @@ def read_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     raise ModelError(f"{folder}: no {' or '.join(reversed(PROCESSOR_FILES))} with the settings of images")
 
 
-def _check_keys(where: str, given: Mapping[str, Any], read: frozenset[str]) -> None:
+def _check_keys(
+    where: str, given: Mapping[str, Any], read: frozenset[str], off: Collection[str] = ("do_pad", "do_pan_and_scan")
+) -> None:
     """Raise ModelError for a setting that is not known, or that would change pixels."""
     unknown = sorted(given.keys() - read - _IGNORED)
     if unknown:
@@ -227,7 +274,7 @@ def _check_keys(where: str, given: Mapping[str, Any], read: frozenset[str]) -> N
     for name in ("do_resize", "do_rescale", "do_normalize"):
         if given.get(name, True) is not True:
             raise ModelError(f"{where}: {name} must be true, got {shown(given[name])}")
-    for name in ("do_pad", "do_pan_and_scan"):
+    for name in off:
         if given.get(name):
             raise ModelError(f"{where}: {name} must be false, got {shown(given[name])}")
 
@@ -340,6 +387,8 @@ def _resized(size: _Size, settings: ImageSettings) -> _Size:
         return _Size(settings.height, settings.width)
     if settings.resize == "any":
         return _multiples(size, settings)
+    if settings.resize == "bounded":
+        return _bounded(size, settings)
     short, long = min(size), max(size)
     new_long = int(settings.shortest_edge * long / short)
     if new_long * settings.shortest_edge > MAX_RESIZED_PIXELS:
@@ -371,6 +420,20 @@ def _multiples(size: _Size, settings: ImageSettings) -> _Size:
             f"has {width} x {height} pixels, and scaled to {new_width} x {new_height} more than {MAX_PATCHES} patches"
         )
     return _Size(new_height, new_width)
+
+
+def _bounded(size: _Size, settings: ImageSettings) -> _Size:
+    """Return the multiples of a token's pixels that an image is scaled to, as Pixtral's processor chooses them."""
+    (height, width), unit = size, settings.unit
+    ratio = max(height / settings.height, width / settings.width)
+    if ratio > 1:
+        height, width = floor(height / ratio), floor(width / ratio)
+    if not height or not width:
+        raise InvalidRequestError(
+            f"has {size.width} x {size.height} pixels and is too narrow: scaled to {settings.width} x "
+            f"{settings.height} at most it would have none"
+        )
+    return _Size(((height - 1) // unit + 1) * unit, ((width - 1) // unit + 1) * unit)
 
 
 def _first(length: int, wanted: int) -> int:

@@ -21,7 +21,10 @@ NUM_CHANNELS = 3    # RGB, a byte each
 
 
 class ImageSpan(NamedTuple):
-    """The run of an image in a prompt: the image's rows stand at the image tokens in [start, start + num_tokens)."""
+    """The run of an image in a prompt: the image's rows stand at the image tokens in [start, start + num_tokens).
+
+    Others, at ends of rows (Pixtral), are tokens of text: which ones they are follows from the image.
+    """
 
     start: int
     num_tokens: int
@@ -94,7 +97,7 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
                 rows, columns = found.grid
                 if min(rows, columns) < 1:
                     raise _error(index, f"must have a grid of at least 1 x 1, got {rows} x {columns}")
-                height, width, num_tokens = rows * height, columns * width, rows * columns
+                height, width, num_tokens = rows * height, columns * width, self.settings.num_tokens(found.grid)
             if num_tokens > self.max_tokens:
                 raise _error(index, f"takes {num_tokens} tokens, and image_cache_memory holds {self.max_tokens}")
             num_bytes = height * width * NUM_CHANNELS
@@ -103,7 +106,12 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
                 raise _error(index, f"pixels must be {height} x {width} in {num_bytes} bytes, got {own}")
             if image.num_tokens != num_tokens:
                 raise _error(index, f"must have {num_tokens} placeholders, got {image.num_tokens}")
-            if set(token_ids[image.start : stop]) != {token_id}:
+            run, ends = list(token_ids[image.start : stop]), list[int]()
+            if self.settings.has_row_ends:
+                period = found.grid[1] + 1
+                ends = run[period - 1 :: period]
+                del run[period - 1 :: period]
+            if set(run) != {token_id} or token_id in ends:
                 raise _error(index, f"placeholders [{image.start}, {stop}) must be the token {token_id}")
 
 

@@ -326,7 +326,7 @@ def _image_inputs(
         f"kv_role {options.kv_role!r}": options.kv_role != "none",
         f"prefill_engines {options.prefill_engines}": options.prefill_engines > 0,
         f"max_num_batched_tokens {batched_tokens}, above {MAX_STEP_IMAGE_TOKENS}":
-            spec.merging is not None and batched_tokens > MAX_STEP_IMAGE_TOKENS,
+            spec.has_places and batched_tokens > MAX_STEP_IMAGE_TOKENS,
         f"an encoder of {spec.num_channels} channels": spec.num_channels != NUM_CHANNELS,
     }  # fmt: skip
     for name, is_asked in refused.items():

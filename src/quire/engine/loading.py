@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from quire.core.arrays import FLOAT32, dtype_name
 from quire.core.errors import ConfigError, ModelError
-from quire.core.image_processing import ImageSettings, PixelLimits, image_settings, settings_of_any_size
+from quire.core.image_processing import (
+    ImageSettings,
+    PixelLimits,
+    image_settings,
+    settings_of_any_size,
+    settings_of_bounded_size,
+)
 from quire.core.kv_identity import KVIdentity
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
@@ -81,8 +87,11 @@ def load(
     device = open_device(options)
     device_type = str(device.tensor_device).partition(":")[0]
     check_device(options, device_type)
-    if options.pixel_limits != PixelLimits() and (spec.vision is None or spec.vision.merging is None):
-        what = "reads text alone" if spec.vision is None else "reads images of one size"
+    if options.pixel_limits != PixelLimits() and (spec.vision is None or not spec.vision.has_places):
+        what = (
+            "reads text alone" if spec.vision is None else "reads images of one size" if spec.vision.merging is None
+            else "bounds edges of images, not their area"
+        )  # fmt: skip
         raise ConfigError(f"mm_processor_kwargs {options.mm_processor_kwargs!r}: the model {what}")
     head_dim, computes_images = spec.head_dim, device_type == "cpu" and options.tensor_parallel_size == 1
     if spec.vision is not None and computes_images and serves_head_dim(head_dim):
@@ -134,6 +143,11 @@ def load(
 def _image_settings(source: ModelSource, vision: VisionSpec, limits: PixelLimits) -> ImageSettings | None:
     """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
     try:
+        if vision.has_row_ends:
+            return settings_of_bounded_size(
+                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+                patch_size=vision.patch_size, pool=vision.pool,
+            )  # fmt: skip
         if vision.merging is not None:
             return settings_of_any_size(
                 *source.image_processor(), vision.family, image_token_id=vision.image_token_id,

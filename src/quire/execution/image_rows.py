@@ -21,7 +21,7 @@ class ImageRows:
     def __init__(self, tower: VisionTower | MergingTower, settings: ImageSettings) -> None:
         self._tower, self._settings = tower, settings
         self.has_encoded = False                           # whether the last step has encoded an image
-        self._has_places = tower.spec.merging is not None  # tokens of images are at rows and columns
+        self._has_places = tower.spec.has_places           # tokens of images are at rows and columns
         self._encodings = dict[int, Tensor]()              # [num_tokens, hidden_size] each
         # For each row, the images that it has not passed, or with places all: they shift the positions behind.
         self._images = dict[int, Sequence[ImageSpan]]()
@@ -59,9 +59,10 @@ class ImageRows:
                 begin, end = max(start, span.start), min(start + count, span.stop)
                 if begin < end:
                     own = slice(first + begin - start, first + end - start)
-                    places += range(own.start, own.stop)
+                    inside, encoded = self._inside(span, begin, end)
+                    places += (own.start + inside).tolist()
                     ends[own] = span.stop
-                    values.append(self._encodings[span.serial][begin - span.start : end - span.start])
+                    values.append(self._encodings[span.serial][encoded])
                     if self._has_places:
                         grids.append(_places(span, shift, begin, end))
                 if self._has_places:
@@ -77,6 +78,15 @@ class ImageRows:
         )
         ends_seen = ends if self._tower.spec.sees_whole else None
         return replace(batch, positions=positions, embeds=embeds, seen_ends=ends_seen)
+
+    def _inside(self, span: ImageSpan, begin: int, end: int) -> tuple[NDArray[np.int64], slice]:
+        """Return which positions of [begin, end) in a run have rows of its image, from `begin` on, and which rows."""
+        numbers = np.arange(begin - span.start, end - span.start)
+        if not self._settings.has_row_ends:
+            return numbers - numbers[0], slice(begin - span.start, end - span.start)
+        period = span.grid[1] + 1
+        first, last = (place - place // period for place in (begin - span.start, end - span.start))
+        return np.flatnonzero(numbers % period < span.grid[1]), slice(first, last)
 
     def _encoded(self, image: PromptImage) -> Tensor:
         """Return the encoding of an image, in memory of its own."""

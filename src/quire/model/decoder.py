@@ -96,7 +96,8 @@ class Decoder:
         frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
         reads_images = spec.vision is not None and ranks is None and str(self.device) == "cpu"
         merging = spec.vision.merging if spec.vision is not None and reads_images else None
-        axes, num_free = ((), 0) if merging is None else (merging.axes, MAX_STEP_IMAGE_TOKENS)
+        axes = () if merging is None else merging.axes
+        num_free = MAX_STEP_IMAGE_TOKENS if axes else 0
         self._rotary = RotaryTables(
             (RotaryTable(own, table_positions, each.scale, num_free) for each, own in frequencies.items()), axes
         )

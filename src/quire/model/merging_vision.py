@@ -1,8 +1,9 @@
-"""Encoder of images of any size, in which squares of neighboring patches become one row of the decoder.
+"""Encoder of images of any size, in which squares of neighboring patches, or single ones, become a row of the decoder.
 
 The patches of a square are consecutive rows, and squares that see each other in layers with windows are, too.
 Rotary positions are by row and column: a patch has a row of the rotary table of its own. Wang et al. 2024 (Qwen2-VL);
-Bai et al. 2025 (Qwen2.5-VL); Meng et al. 2024 (DeepStack), of which Qwen3-VL adds outputs of early layers.
+Bai et al. 2025 (Qwen2.5-VL); Meng et al. 2024 (DeepStack), of which Qwen3-VL adds outputs of early layers; Agrawal et
+al. 2024 (Pixtral 12B).
 """
 
 import math
@@ -20,10 +21,10 @@ from quire.model.config import num_layer_weights
 from quire.model.decoder import TextCache
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
-from quire.model.layer_builder import ProgramInputs, build_program
+from quire.model.layer_builder import ProgramInputs, build_program, make_norm
 from quire.model.rope import RotaryTable, RotaryTables, inverse_frequencies
 from quire.model.shapes import VisionShapes
-from quire.model.spec import Merging, VisionSpec
+from quire.model.spec import Merging, Rotary, VisionSpec
 from quire.model.vision import TowerProjector
 from quire.model.weight_format import DenseFormat
 from quire.model.weights import WeightReader
@@ -68,9 +69,10 @@ class MergingTower:
         self._none, self.itemsize = own.zeros(0), own.dtype.itemsize
         self._positions = None if shapes.positions is None else own.table(shapes.positions)
         (rotary,) = tower.rotaries
-        half = inverse_frequencies(replace(rotary, head_dim=rotary.head_dim // 2), rotary.max_positions)
-        table = RotaryTable(np.concatenate([half, half]), rotary.max_positions, num_free=rotary.max_positions)
-        self._rotary = RotaryTables([table], [0] * len(half) + [1] * len(half))
+        self._norm = None if shapes.pre_norm is None else make_norm(tower, own, shapes.pre_norm)
+        frequencies = _frequencies(rotary, by_columns=self._merging.has_column_frequencies)
+        table = RotaryTable(np.concatenate(frequencies), rotary.max_positions, num_free=rotary.max_positions)
+        self._rotary = RotaryTables([table], np.repeat([0, 1], len(frequencies[0])).tolist())
         shared = ProgramInputs({rotary: own.taken(table.values)}, progress)
         self._segments, first = list[Segment](), 0
         for stop in _stops(self._merging, tower.num_layers):
@@ -81,8 +83,10 @@ class MergingTower:
             self._segments.append(Segment(self._back_end.fuse(program), is_whole, stop - 1))
             first = stop
         projectors = weights.below(spec.projector_prefixes, spec.projector[0], names)
+        eps, is_layer = spec.projector_norm_eps or tower.norm_eps, tower.norm == "layer"
+        by_channels = self._merging.merger is not None
         self._projector, *deep = (
-            TowerProjector(each, projectors, tower.norm_eps, is_layer=tower.norm == "layer", offset=None)
+            TowerProjector(each, projectors, eps, is_layer=is_layer, offset=None, by_channels=by_channels)
             for each in (shapes.projector, *shapes.deep)
         )
         self._deep = dict(zip(self._merging.deep_layers, deep, strict=True))
@@ -105,6 +109,8 @@ class MergingTower:
         x = self._patches(like(self._cut(pixels, grid), self._none))
         if self._positions is not None:
             x = added(x, like(interpolated(floats(self._positions), grid, height * side, width * side), x))
+        if self._norm is not None:
+            x = self._norm(x)[0]
         num_rows, places = len(x), np.stack([grid.rows, grid.columns])
         self._rotary.fill(int(places.max()) + 1)
         positions = self._back_end.library.tensor(self._rotary.place(places))
@@ -143,6 +149,15 @@ class MergingTower:
             lengths.astype(np.int32), np.zeros((len(lengths), 1), np.int32),
         )  # fmt: skip
         return self._cache.place(batch.taken(self._back_end.library))
+
+
+def _frequencies(rotary: Rotary, *, by_columns: bool) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the frequencies that rows and columns of patches turn by: the same ones, or `by_columns` those between."""
+    if by_columns:
+        both = inverse_frequencies(rotary, rotary.max_positions)
+        return both[0::2], both[1::2]
+    half = inverse_frequencies(replace(rotary, head_dim=rotary.head_dim // 2), rotary.max_positions)
+    return half, half
 
 
 class Segment(NamedTuple):

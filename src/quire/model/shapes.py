@@ -417,7 +417,7 @@ class VisionShapes(NamedTuple):
         width, num_values = tower.hidden_size, spec.num_channels * spec.patch_size**2
         if merging is None:
             norm = None if spec.projector_norm is None else NormShape(spec.projector_norm, width, False)
-            projectors = [ProjectorShapes(norm, _projector(spec, spec.projector, width, spec.hidden_size))]
+            projectors = [ProjectorShapes(norm, _projector(spec, spec.projector, width))]
         else:
             num_values *= merging.num_frames
             projectors = _merged_projectors(spec, merging)
@@ -433,23 +433,27 @@ class VisionShapes(NamedTuple):
 
 
 def _merged_projectors(spec: VisionSpec, merging: Merging) -> list[ProjectorShapes]:
-    """Return the projector of merged patches, and those of earlier layers: these norm all of a row, it each patch."""
+    """Return the projector of joined patches, and those of earlier layers: these norm all of a row, it each patch."""
     tower, width = spec.tower, spec.tower.hidden_size
     merged = width * spec.pool**2
     deep = [
         ProjectorShapes(
             _norm(tower, merging.deep_norm.format(index=index), merged),
-            _projector(spec, tuple(name.format(index=index) for name in merging.deep_projector), merged, merged),
+            _projector(spec, tuple(name.format(index=index) for name in merging.deep_projector), merged),
         )
         for index in range(len(merging.deep_layers))
     ]
     norm = _norm_or_none(tower, spec.projector_norm, width)
-    return [ProjectorShapes(norm, _projector(spec, spec.projector, merged, merged)), *deep]
+    if merging.merger is None:
+        return [ProjectorShapes(norm, _projector(spec, spec.projector, merged)), *deep]
+    joined = LinearShape((merging.merger,), (width,), merged)
+    return [ProjectorShapes(norm, (joined, *_projector(spec, spec.projector, width))), *deep]
 
 
-def _projector(spec: VisionSpec, names: tuple[str, ...], width: int, inner: int) -> tuple[LinearShape, ...]:
-    """Return the layers of a projector of one or two layers; `inner`: the width between two."""
+def _projector(spec: VisionSpec, names: tuple[str, ...], width: int) -> tuple[LinearShape, ...]:
+    """Return the layers of a projector of one or two layers from a width to the decoder's."""
     has_bias, out = spec.projector_has_bias, spec.hidden_size
+    inner = spec.projector_size or out
     first, *more = names
     return (
         LinearShape((first,), (inner if more else out,), width, has_bias, spec.projector_activation),

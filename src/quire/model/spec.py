@@ -565,19 +565,22 @@ class DecoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """An encoder of images of any size (Qwen-VL): a square of neighboring patches becomes one row of the decoder.
+    """An encoder of images of any size (Qwen-VL, Pixtral): a square of neighboring patches becomes one row.
 
     The patches of a square are consecutive, with rotary positions by row and column. `axes`: for each pair of the
-    decoder's rotary dimensions, whether it turns by an image token's time (0), row (1) or column (2).
+    decoder's rotary dimensions, whether it turns by an image token's time (0), row (1) or column (2); empty: tokens of
+    images have one position, as those of texts.
     """
 
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = ()
+    has_column_frequencies: bool = False   # columns turn by the frequencies between those of rows (Pixtral)
     num_frames: int = 1                    # frames of a patch; an image is all of them
     window: int = 0                        # squares in a row, and in a column, that see each other; 0: all do
     whole_layers: frozenset[int] = frozenset()  # without windows
     # Layers with outputs that are projected, too, and added behind the decoder's first layers; names of their modules.
     deep_layers: tuple[int, ...] = ()
     deep_norm: str = "deepstack_merger_list.{index}.norm"
+    merger: str | None = None              # module of a layer that joins a square, by channels, before the projector
     deep_projector: tuple[str, str] = (
         "deepstack_merger_list.{index}.linear_fc1", "deepstack_merger_list.{index}.linear_fc2"
     )  # fmt: skip
@@ -604,9 +607,12 @@ class VisionSpec:
     has_patch_bias: bool = False
     pool: int = 1                          # rows of patches, and columns, that become one: by their mean, or merged
     sees_whole: bool = False               # the decoder's tokens of one image see each other
+    has_row_ends: bool = False             # behind each row of an image's tokens is one of text (Pixtral)
     projector_norm: str | None = None      # before the projector, with weights plus 1 (Gemma)
+    projector_norm_eps: float | None = None  # None: the encoder's
     projector_activation: Activation | None = None
     projector_has_bias: bool = False
+    projector_size: int = 0                # between its two layers; 0: the decoder's
     patches: str = "embeddings.patch_embedding"
     class_token: str = "embeddings.class_embedding"  # noqa: S105 (no password)
     pre_norm: str | None = None
@@ -624,6 +630,11 @@ class VisionSpec:
     def num_tokens(self) -> int:
         """Rows of the decoder that an image of one size gives."""
         return (self.grid // self.pool) ** 2 + self.keeps_class_token
+
+    @property
+    def has_places(self) -> bool:
+        """Whether the decoder's tokens of images have positions by row and column."""
+        return self.merging is not None and bool(self.merging.axes)
 
     @property
     def unit(self) -> int:

@@ -26,11 +26,16 @@ from quire.model.weights import WeightReader
 
 
 class TowerProjector:
-    """A norm, if there is one, and the layers to the decoder's width; settings of the norm as in `BackEnd`."""
+    """A norm, if there is one, and the layers to the decoder's width; settings of the norm as in `BackEnd`.
+
+    `by_channels`: of joined rows, all of one channel are neighbors.
+    """
 
     def __init__(
-        self, shapes: ProjectorShapes, weights: WeightReader, eps: float, *, is_layer: bool, offset: float | None
-    ) -> None:
+        self, shapes: ProjectorShapes, weights: WeightReader, eps: float, *, is_layer: bool, offset: float | None,
+        by_channels: bool = False,
+    ) -> None:  # fmt: skip
+        self._by_channels = by_channels
         self._norm: Norm | None = None
         if shapes.norm is not None:
             weight, bias = weights.norm(shapes.norm)
@@ -42,7 +47,8 @@ class TowerProjector:
         if self._norm is not None:
             hidden = self._norm(hidden)[0]
         if num_merged > 1:
-            hidden = hidden.reshape(len(hidden) // num_merged, -1)
+            hidden = hidden.reshape(len(hidden) // num_merged, num_merged, -1)
+            hidden = (hidden.swapaxes(1, 2) if self._by_channels else hidden).reshape(len(hidden), -1)
         for linear in self._layers:
             hidden = linear(hidden)
         return hidden

@@ -179,7 +179,8 @@ def _images(model: FoundModel, packing: Packing) -> dict[str, Any]:
     element_bytes = DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
     num_tokens, size = vision.num_tokens, ""
     if vision.merging is not None:
-        num_tokens, size = round(SHOWN_EDGE / vision.unit) ** 2, f"{SHOWN_EDGE} x {SHOWN_EDGE}"
+        side, size = round(SHOWN_EDGE / vision.unit), f"{SHOWN_EDGE} x {SHOWN_EDGE}"
+        num_tokens = side * (side + vision.has_row_ends)
     return {
         "image_tokens": num_tokens,
         "image_bytes": num_tokens * vision.row_width * element_bytes,

@@ -19,7 +19,7 @@ from quire.core.errors import InvalidRequestError
 from quire.engine.options import EngineOptions
 from support.agent_bodies import messages_body, responses_body
 from support.openai_server import NAME, OpenAIServer, openai_server
-from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_qwen_vl
+from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_mistral3, write_qwen_vl
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
@@ -380,6 +380,40 @@ def test_gemma_3_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
     found = {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
     assert set(best.tolist()) <= found.keys()
     assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_mistral_3_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
+    """Behind each row of an image is a token of text; a typed [IMG] is text, too."""
+    folder = write_mistral3(tmp_path)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = transformers.PixtralImageProcessorPil.from_pretrained(folder)
+    images = [picture("one").resize((75, 40)), picture("two").resize((300, 31))]
+    shapes = [(3, 6), (1, 6)]
+    given = processor(images, return_tensors="pt", patch_size=14)
+    assert given["image_sizes"].tolist() == [[14 * rows, 14 * columns] for rows, columns in shapes]
+    runs = [("[IMG]" * columns + "[IMG_BREAK]") * rows for rows, columns in shapes]
+    runs = [run.removesuffix("[IMG_BREAK]") + "[IMG_END]" for run in runs]
+    ids = torch.tensor([tokenizer(f"[INST]what{runs[0]}and{runs[1]}[/INST]", add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, **given).logits[0, -1]
+    expected, best = torch.log_softmax(logits.float(), -1).topk(5)
+    parts = [{"type": "image", "image": each} for each in images]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    with LLM(folder, **LIMITS) as llm:
+        content = [text("what"), parts[0], text("and"), parts[1]]
+        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+        (typed,) = llm.chat([{"role": "user", "content": [text("[IMG]"), parts[0]]}], params, use_tqdm=False)
+        narrow = [{"type": "image", "image": picture("one").resize((1, 200))}]
+        with pytest.raises(InvalidRequestError, match="has 1 x 200 pixels and is too narrow"):
+            llm.chat([{"role": "user", "content": narrow}], params, use_tqdm=False)
+    assert output.prompt_token_ids == ids[0].tolist()
+    assert output.outputs[0].logprobs is not None
+    found = {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+    assert set(best.tolist()) <= found.keys()
+    assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
+    assert typed.prompt_token_ids.count(tokenizer.convert_tokens_to_ids("[IMG]")) == 18
+    assert tokenizer.decode(typed.prompt_token_ids).startswith("[INST][IMG][IMG][IMG]")
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3_5"])

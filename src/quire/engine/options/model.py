@@ -83,7 +83,7 @@ class ModelOptions:
     mm_processor_kwargs: str = _model(
         "", "sizes of images, of a model that reads them in any size, as JSON: min_pixels, max_pixels", metavar="JSON",
         row="JSON object with `min_pixels` and `max_pixels`, in place of those of the model's files: the pixels that "
-        "an image is scaled to, of a model that reads images of any size ([models.md](models.md#what-to-know)). In "
+        "an image is scaled to, of a Qwen-VL or Qwen3.5 ([models.md](models.md#what-to-know)). In "
         "Python also a dict",
     )  # fmt: skip
     chat_template: str | None = _model(

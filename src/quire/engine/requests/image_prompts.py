@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_KNOWN_IMAGES = 1 << 16      # 12 MB
+ROW_ENDS = "[IMG_BREAK]", "[IMG_END]"  # behind a row of an image's tokens, and behind the last one
 GEMMA3_ENDS = (("boi_token", "<start_of_image>"), ("eoi_token", "<end_of_image>"))  # GGUF files do not name them
 _ANCHOR = "a"
 
@@ -85,6 +86,10 @@ class ImagePrompts:
             begin_id = settings.image_token_id
             self.marks = ImageMarks(soft, f"\ue000{secrets.token_hex(8)}:")
             self._text = soft
+        ends = [tokenizer.token_id(text) for text in ROW_ENDS] if settings.has_row_ends else []
+        self._row_ends = [each for each in ends if each is not None]
+        if len(self._row_ends) < len(ends):
+            raise ModelError(f"the tokenizer of a Pixtral must have the tokens {' and '.join(ROW_ENDS)}")
         # What stands for an image, and its token: the template's placeholder, and the image's own.
         self._reserved = {self.marks.placeholder: begin_id, soft: settings.image_token_id}
         self._typed_tokens = {text: _text_tokens(tokenizer, text) for text in self._reserved}
@@ -165,7 +170,7 @@ class ImagePrompts:
             if isinstance(meant, NumberedImage):
                 image = self._placed(meant, len(placed))
                 spans.append(image)
-                placed += array("i", [token_id]) * image.num_tokens
+                placed += self._run(token_id, image)
             else:
                 placed += array("i", [token_id]) if meant is None else meant
         if next(expected, None) is not None:
@@ -175,6 +180,16 @@ class ImagePrompts:
 
     def _placed(self, image: NumberedImage, start: int) -> PromptImage:
         return PromptImage(start, self.settings.num_tokens(image.prepared.grid), image.serial, image.prepared)
+
+    def _run(self, token_id: int, image: PromptImage) -> PackedTokens:
+        """Return the tokens of an image."""
+        if not self._row_ends:
+            return array("i", [token_id]) * image.num_tokens
+        rows, columns = image.prepared.grid
+        row_end, end = self._row_ends
+        run = (array("i", [token_id]) * columns + array("i", [row_end])) * rows
+        run[-1] = end
+        return run
 
     def _expected(
         self, text: str, images: Sequence[NumberedImage]

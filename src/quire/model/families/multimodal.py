@@ -14,10 +14,13 @@ from quire.model.families.gemma import gemma3_text
 from quire.model.llama import llama, ministral3, mistral, qwen2
 from quire.model.spec import (
     ACTIVATIONS,
+    Activation,
     Attention,
     DecoderSpec,
     FeedForward,
     LayerSpec,
+    Merging,
+    Rotary,
     VisionSpec,
     WeightMap,
 )
@@ -47,13 +50,31 @@ TOWER_WEIGHTS = WeightMap(
     feed_forward_out="mlp.fc2",
     final_norm="post_layernorm",
 )
+PIXTRAL_SIZES = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_channels": 3, "patch_size": 16,
+}  # fmt: skip
+PIXTRAL_WEIGHTS = WeightMap(
+    prefixes=("vision_tower.", "model.vision_tower."),
+    layer="transformer.layers.{layer}.",
+    embedding="",
+    attention_norm="attention_norm",
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    attention_out="attention.o_proj",
+    feed_forward_norm="ffn_norm",
+    feed_forward_in=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    feed_forward_out="feed_forward.down_proj",
+    final_norm="",
+)
 SIGLIP_SIZES = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 16, "num_channels": 3,
 }  # fmt: skip
-CLIP = "clip_vision_model"
+CLIP, PIXTRAL = "clip_vision_model", "pixtral"
+GATED: dict[str, Activation] = {"gelu": "gelu_and_mul", "silu": "silu_and_mul"}
 RENAMED = {"mm_input_projection_weight": "mm_input_projection.weight"}  # Gemma 3's projector
 MAX_PATCHES = 2**16
+MAX_MERGE = 8
 PREFIXES = ("language_model.model.", "model.language_model.")  # as published; as transformers 5 writes them
 SKIPPED = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_merger.", "visual.")
 
@@ -65,20 +86,31 @@ def gemma3(config: ConfigReader) -> DecoderSpec:
 
 
 def mistral3(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of the text model in a Mistral Small 3.1, Ministral 3 or Mistral 4."""
+    """Return the spec of a Mistral Small 3.1, Ministral 3 or Mistral 4: images of any size, by a Pixtral."""
     text = text_config(config, MISTRAL_SIZES)
     families: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
         "mistral": mistral, "ministral3": ministral3, "mistral4": mistral4,
     }  # fmt: skip
-    return within(text.choice("model_type", families, default="mistral")(text))
+    spec = within(text.choice("model_type", families, default="mistral")(text))
+    own = tower_config(config, PIXTRAL_SIZES | {"patch_size": 14})
+    if not config.has("vision_config") or own.raw("model_type") not in (None, PIXTRAL):
+        return spec
+    pool, eps = config.size("spatial_merge_size", 2, limit=MAX_MERGE), text.number("rms_norm_eps", 1e-5)
+    vision = _pixtral_vision(config, own, spec, pool, has_bias=False)
+    merging = Merging(has_column_frequencies=True, merger="patch_merger.merging_layer")
+    return replace(spec, vision=replace(vision, projector_norm="norm", projector_norm_eps=eps, merging=merging))
 
 
 def llava(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of a LLaVA 1.5 with a Llama, Mistral or Qwen2; with another encoder than CLIP, of its text."""
+    """Return the spec of a LLaVA 1.5 or a Pixtral, with a Llama, Mistral or Qwen2; with others, of its text."""
     text = text_config(config, LLAMA_SIZES, is_tied=False)
     families: dict[str, Callable[[ConfigReader], DecoderSpec]] = {"llama": llama, "mistral": mistral, "qwen2": qwen2}
     spec = within(text.choice("model_type", families, default="llama")(text))
     tower = config.nested("vision_config", config.section("vision_config"))
+    if tower.raw("model_type") == PIXTRAL:
+        config.choice("vision_feature_select_strategy", {"full": True}, default="full")
+        own = tower_config(config, PIXTRAL_SIZES)
+        return replace(spec, vision=_pixtral_vision(config, own, spec, 1, has_bias=True))
     if tower.raw("model_type") not in (None, CLIP):
         return spec
     return replace(spec, vision=vision_of("llava", config, spec))
@@ -93,16 +125,8 @@ def vision_of(family: str, config: ConfigReader, spec: DecoderSpec) -> VisionSpe
 
 def _llava_vision(config: ConfigReader, clip: ConfigReader, spec: DecoderSpec) -> VisionSpec:
     """Return LLaVA's encoder: the hidden states behind one of the layers of a CLIP, without the class token."""
-    num_layers = clip.size("num_hidden_layers", limit=MAX_LAYERS)
-    chosen = config.raw("vision_feature_layer")
-    chosen = -2 if chosen is None else chosen
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or not -num_layers <= chosen <= num_layers:
-        raise config.error(f"vision_feature_layer must be from {-num_layers} to {num_layers}, got {chosen!r:.80}")
-    num_used = chosen if chosen >= 0 else num_layers + 1 + chosen
-    if not num_used:
-        raise config.error("vision_feature_layer 0 is not supported yet: it is before the first layer")
     grid, patch_size = _grid(clip)
-    layers = (_tower_layer(clip, "quick_gelu"),) * num_used
+    layers = (_tower_layer(clip, "quick_gelu"),) * _num_used_layers(config, clip, -2)
     return VisionSpec(
         family="llava",
         image_token_id=image_token(config, spec, 32_000),
@@ -118,6 +142,61 @@ def _llava_vision(config: ConfigReader, clip: ConfigReader, spec: DecoderSpec) -
         pre_norm="pre_layrnorm",
         projector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
         projector_has_bias=config.flag("multimodal_projector_bias", True),
+    )
+
+
+def _num_used_layers(config: ConfigReader, own: ConfigReader, default: int) -> int:
+    """Return how many layers of an encoder are computed, by `vision_feature_layer`."""
+    num_layers = own.size("num_hidden_layers", limit=MAX_LAYERS)
+    chosen = config.raw("vision_feature_layer")
+    chosen = default if chosen is None else chosen
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or not -num_layers <= chosen <= num_layers:
+        raise config.error(f"vision_feature_layer must be from {-num_layers} to {num_layers}, got {chosen!r:.80}")
+    num_used = chosen if chosen >= 0 else num_layers + 1 + chosen
+    if not num_used:
+        raise config.error("vision_feature_layer 0 is not supported yet: it is before the first layer")
+    return num_used
+
+
+def _pixtral_vision(
+    config: ConfigReader, own: ConfigReader, spec: DecoderSpec, pool: int, *, has_bias: bool
+) -> VisionSpec:
+    """Return Pixtral's encoder (Agrawal et al. 2024): a row of tokens for each row of patches, or of their squares."""
+    num_heads = own.size("num_attention_heads")
+    head_dim = own.divided("hidden_size", num_heads)
+    if head_dim % 4:
+        raise own.error(f"heads of {head_dim} dimensions cannot be rotated by row and column: multiples of 4 can")
+    rope = own.nested("rope_parameters", own.section("rope_parameters"))
+    theta = rope.number("rope_theta", own.number("rope_theta", 10_000.0))
+    attention = Attention(num_heads, num_heads, head_dim, is_causal=False)
+    feed_forward = FeedForward(own.size("intermediate_size"), own.choice("hidden_act", GATED, default="gelu"))
+    tower = DecoderSpec(
+        vocab_size=0,
+        hidden_size=own.size("hidden_size"),
+        layers=(LayerSpec(attention, feed_forward),) * _num_used_layers(config, own, -1),
+        max_position_embeddings=MAX_PATCHES,
+        norm="rms",
+        norm_eps=1e-5,
+        rotary=Rotary(head_dim, theta, MAX_PATCHES),
+        has_final_norm=False,
+        has_head=False,
+        weights=PIXTRAL_WEIGHTS,
+    )
+    return VisionSpec(
+        family="pixtral",
+        image_token_id=image_token(config, spec, 10),
+        tower=tower,
+        image_size=0,
+        patch_size=own.size("patch_size"),
+        num_channels=own.size("num_channels"),
+        hidden_size=spec.hidden_size,
+        pool=pool,
+        has_row_ends=True,
+        patches="patch_conv",
+        pre_norm="ln_pre",
+        projector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
+        projector_has_bias=config.flag("multimodal_projector_bias", has_bias),
+        merging=Merging(has_column_frequencies=True),
     )
 
 

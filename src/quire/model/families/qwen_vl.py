@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.model.config_reader import MAX_LAYERS, MAX_SIZE, ConfigReader
 from quire.model.families.mixture import qwen3_moe
-from quire.model.families.multimodal import MAX_PATCHES, image_token, text_config, tower_config, within
+from quire.model.families.multimodal import MAX_MERGE, MAX_PATCHES, image_token, text_config, tower_config, within
 from quire.model.llama import ACTIVATIONS as GATED
 from quire.model.llama import qwen2, qwen3
 from quire.model.spec import (
@@ -58,7 +58,7 @@ QWEN_WEIGHTS = WeightMap(
     final_norm="",
 )
 IMAGE_TOKEN = 151_655
-MAX_MERGE, MAX_FRAMES, MAX_WINDOW = 8, 8, 4096
+MAX_FRAMES, MAX_WINDOW = 8, 4096
 
 
 def qwen2_vl(config: ConfigReader) -> DecoderSpec:
@@ -193,6 +193,7 @@ def _with_qwen_vision(
         pool=own.size("spatial_merge_size", limit=MAX_MERGE),
         projector_activation="gelu",
         projector_has_bias=True,
+        projector_size=own.size("hidden_size") * own.size("spatial_merge_size") ** 2,
         patches="patch_embed.proj",
         projector_prefixes=QWEN_WEIGHTS.prefixes,
         merging=replace(merging, num_frames=own.size("temporal_patch_size", limit=MAX_FRAMES)),
