@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
+from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model, load_mtp_head
 from quire.engine.loading import LoadedModel, load
 from quire.engine.options import EngineOptions
 
@@ -34,6 +34,20 @@ QWEN2_5_0_5B: Config = _QWEN2_5 | {
 }  # fmt: skip
 
 
+_QWEN3_5: Config = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248_320, "head_dim": 256,
+    "linear_num_key_heads": 16, "max_position_embeddings": 32_768, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_5_0_8B: Config = _QWEN3_5 | {
+    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "linear_num_value_heads": 16,
+}  # fmt: skip
+QWEN3_5_4B: Config = _QWEN3_5 | {
+    "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "linear_num_value_heads": 32,
+}  # fmt: skip
+
+
 def random_model(config: Config, options: EngineOptions) -> LoadedModel:
     """Return the model of a config as the engine loads it, in bfloat16 unless the options say otherwise."""
     with _folder(config) as folder:
@@ -46,6 +60,15 @@ def random_draft_model(config: Config, options: EngineOptions, target: LoadedMod
     with _folder({**config, "vocab_size": target.model.vocab_size}) as folder:
         speculation = replace(options.speculation, model=str(folder))
         return load_draft_model(replace(options, load_format="dummy"), speculation, target, folder)
+
+
+def random_model_with_head(config: Config, options: EngineOptions) -> tuple[LoadedModel, LoadedDraftModel]:
+    """Return the model of a config, as `random_model` does, and its MTP head."""
+    assert options.speculation is not None, "the options ask for no MTP head"
+    options = replace(options, load_format="dummy")
+    with _folder(config) as folder:
+        loaded = load(options, folder)
+        return loaded, load_mtp_head(options, options.speculation, loaded, folder)
 
 
 @contextmanager

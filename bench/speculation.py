@@ -14,6 +14,7 @@
 * control: host time of a step without a model, and of all that a drafter adds to it when it finds nothing.
 * draft: acceptance by oracle, but the draft model (--draft-model) computes; the cost of drafting is in it.
 * draft-model: the same for two shapes of Qwen2.5 (--shapes) with random weights, made without files.
+* mtp: the same with the MTP head of a shape of Qwen3.5 (--shapes 3.5-4b), drafts of 3 tokens.
 
 One engine, its drafter on and off in turns; medians over turns of the ratio within a turn. A shared machine changes its
 speed: run it alone, or with --threads 1, which counts CPU time, so that other processes matter little.
@@ -26,6 +27,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -58,14 +60,23 @@ from quire.extension.isas import set_threads_of_kernels, threads_of_kernels
 from quire.model.resolve import DEMO_MODEL
 from quire.text.tokenizer import Tokenizer
 from quire_lab.bench.report import machine_facts
-from random_models import QWEN2_5_0_5B, QWEN2_5_7B, random_draft_model, random_model
+from random_models import (
+    QWEN2_5_0_5B,
+    QWEN2_5_7B,
+    QWEN3_5_0_8B,
+    QWEN3_5_4B,
+    random_draft_model,
+    random_model,
+    random_model_with_head,
+)
 from without_model import engine_without_model
 
 TEXTS = Path(__file__).with_name("speculation_texts.json")
 NUM_DRAFTS = 4
 NO_STEP = cast("StepInputs", None)  # lookups read no tensors of a step
 PROMPT_LEN, MAX_LEN = 64, 2048
-SHAPES = {"7b": QWEN2_5_7B, "0.5b": QWEN2_5_0_5B}
+SHAPES = {"7b": QWEN2_5_7B, "0.5b": QWEN2_5_0_5B, "3.5-0.8b": QWEN3_5_0_8B, "3.5-4b": QWEN3_5_4B}
+NUM_DRAFTS_OF_HEADS = 3
 Tokens = list[int]
 
 
@@ -205,8 +216,9 @@ def gains(bench: Bench, turns: int, drafters: Mapping[str, Callable[[], Drafter]
 
 
 def oracle(
-    bench: Bench, turns: int, num_tokens: int, acceptances: Sequence[float], method: DraftModel | None = None
-) -> None:
+    bench: Bench, turns: int, num_tokens: int, acceptances: Sequence[float], method: DraftModel | None = None,
+    num_drafts: int = NUM_DRAFTS,
+) -> None:  # fmt: skip
     """Print the speed by acceptance, of one sequence."""
     prompts = [random_tokens(random.Random(0), PROMPT_LEN, bench.num_kinds)]
     _, answers, _ = bench.run(prompts, num_tokens, None)
@@ -216,9 +228,9 @@ def oracle(
         print(f"acceptance {acceptance}", end="")
 
         def drafter(lengths: AdaptiveLength, acceptance: float = acceptance) -> Drafter:
-            return LimitedDrafter(Oracle(bench.batch, wholes, acceptance, method), lengths, NUM_DRAFTS, bench.batch)
+            return LimitedDrafter(Oracle(bench.batch, wholes, acceptance, method), lengths, num_drafts, bench.batch)
 
-        drafters = {"k = 4": partial(drafter, Fixed()), "adaptive": partial(drafter, adaptive)}
+        drafters = {f"k = {num_drafts}": partial(drafter, Fixed()), "adaptive": partial(drafter, adaptive)}
         gains(bench, turns, drafters, prompts=prompts, num_tokens=num_tokens)
 
 
@@ -243,14 +255,31 @@ def nothing(bench: Bench, name: str, turns: int, num_tokens: int) -> None:
             gains(bench, turns, {name: lambda: bench.drafter}, prompts=prompts, num_tokens=count, texts=written)
 
 
+def options_of_shapes(quantization: str, isa: str) -> EngineOptions:
+    return EngineOptions(
+        quantization=quantization or None, cpu_isa=isa, max_model_len=512, max_num_seqs=1, num_kv_blocks=64,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+
+
+def mtp(shape: str, quantization: str, isa: str, turns: int, num_tokens: int, acceptances: Sequence[float]) -> None:
+    """Print the speed by acceptance with the passes of an MTP head, of a shape with random weights."""
+    options = replace(options_of_shapes(quantization, isa), spec_method="mtp", spec_tokens=NUM_DRAFTS_OF_HEADS)
+    loaded, head = random_model_with_head(SHAPES[shape], options)
+    bench = Bench(build_engine(options, loaded, draft_model=head).engine, loaded.model.vocab_size)
+    weights = [each.weight_bytes / 2**30 for each in (loaded.model, head.model)]
+    print(f"{shape}: weights {weights[0]:.2f} GiB, of the head {weights[1]:.2f}, {head.pass_bytes} bytes a pass")
+    method: DraftModel = bench.drafter._method  # type: ignore[attr-defined]
+    oracle(bench, turns, num_tokens, acceptances, method, NUM_DRAFTS_OF_HEADS)
+
+
 def draft_model(
     shapes: Sequence[str], quantization: str, isa: str, turns: int, num_tokens: int, acceptances: Sequence[float]
 ) -> None:
     """Print the speed by acceptance with the passes of a draft model: both of `shapes`, with random weights."""
     target, draft = (SHAPES[name] for name in shapes)
-    options = EngineOptions(
-        quantization=quantization or None, cpu_isa=isa, max_model_len=512, max_num_seqs=1, num_kv_blocks=64,
-        enable_prefix_caching=False, spec_model="random weights", spec_tokens=NUM_DRAFTS,
+    options = replace(
+        options_of_shapes(quantization, isa), spec_model="random weights", spec_tokens=NUM_DRAFTS,
     )  # fmt: skip
     started_s = time.perf_counter()
     loaded = random_model(target, options)
@@ -350,11 +379,11 @@ def main(
     model: Annotated[str, typer.Argument(help="folder, or demo; without meaning for control and draft-model")],
     quantization: Annotated[str, typer.Option(help="int8 or int4")] = "",
     parts: Annotated[
-        str, typer.Option(help="some of oracle, texts, nothing, simulated, control, draft, draft-model")
+        str, typer.Option(help="some of oracle, texts, nothing, simulated, control, draft, draft-model, mtp")
     ] = "oracle,texts,nothing",
     methods: Annotated[str, typer.Option(help="of texts, nothing and control")] = "ngram",
     own_draft_model: Annotated[str, typer.Option("--draft-model", help="folder, for the part draft")] = "",
-    shapes: Annotated[str, typer.Option(help="of target and draft model, for the part draft-model")] = "7b,0.5b",
+    shapes: Annotated[str, typer.Option(help="of target and draft model, for draft-model and mtp")] = "7b,0.5b",
     acceptances: Annotated[str, typer.Option(help="of oracles")] = "0,0.25,0.5,0.75,0.9,1",
     isa: Annotated[str, typer.Option(help="instruction set")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as the engine chooses")] = 0,
@@ -375,6 +404,9 @@ def main(
             continue
         if part == "draft-model":
             draft_model(shapes.split(","), quantization, isa, turns, num_tokens, shares)
+            continue
+        if part == "mtp":
+            mtp(shapes.split(",")[0], quantization, isa, turns, num_tokens, shares)
             continue
         if part == "simulated":
             tokenizer = load_tokenizer(DEMO_MODEL if model == "demo" else Path(model))

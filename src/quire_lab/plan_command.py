@@ -189,7 +189,7 @@ def _rows(found: MemoryPlan) -> dict[str, Any]:
         **({"ranks": f"{found.num_ranks}, which hold together what follows"} if found.num_ranks > 1 else {}),
         "weights": f"{format_bytes(found.weight_bytes)}{each}, {found.num_parameters:,} parameters of {found.dtype}",
         **({"of which a token reads": format_bytes(found.token_weight_bytes)} if found.has_experts else {}),
-        **({"draft model": f"{format_bytes(found.draft_weight_bytes)} of weights"} if found.draft_weight_bytes else {}),
+        **({found.draft_name: f"{format_bytes(found.draft_weight_bytes)} of weights"} if found.draft_name else {}),
         **({"quantization": found.quantization} if found.quantization else {}),
         "workspaces": (
             f"up to {format_bytes(found.workspace_bytes)}{each}; block tables {format_bytes(found.table_bytes)}"

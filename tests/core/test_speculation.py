@@ -27,6 +27,8 @@ def test_keys_and_flags_make_a_configuration() -> None:
     assert parsed(method="ngram", prompt_lookup_max=1) == SpeculationConfig("ngram", 4, None, 1, 1)
     assert parsed(method="ngram", prompt_lookup_min=9) == SpeculationConfig("ngram", 4, None, 9, 9)
     assert parsed(model="folder") == SpeculationConfig("draft_model", model="folder")
+    for method in ("mtp", "deepseek_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"):
+        assert parsed(method=method, num_speculative_tokens=2) == SpeculationConfig("mtp", 2)
     assert parse_speculation("", "suffix", None, 7) == SpeculationConfig("suffix", 7)
     assert parse_speculation('{"method": "suffix"}', "suffix") == SpeculationConfig("suffix")
 
@@ -34,9 +36,15 @@ def test_keys_and_flags_make_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"num_speculative_tokens": 3}, "needs a method: ngram, suffix, draft_model"),
-        ({"method": "eagle3"}, "the method must be one of ngram, suffix, draft_model, got 'eagle3'"),
-        ({"method": "mtp"}, "the method must be one of ngram, suffix, draft_model, got 'mtp'"),
+        ({"num_speculative_tokens": 3}, "needs a method: ngram, suffix, draft_model, mtp"),
+        ({"method": "eagle3"}, "the method must be one of ngram, suffix, draft_model, mtp, got 'eagle3': EAGLE heads"),
+        ({"method": "eagle"}, "got 'eagle': EAGLE heads are not read"),
+        ({"method": "medusa"}, "got 'medusa': Medusa heads are not read"),
+        ({"method": "dflash"}, "got 'dflash': DFlash heads, which draft whole blocks"),
+        ({"method": "gemma4_mtp"}, "got 'gemma4_mtp': Gemma 4's assistants, which read keys and values of their"),
+        ({"method": "mtp", "model": "folder"}, "but the method mtp has no model: an MTP head is in the folder of"),
+        ({"method": "mtp", "num_speculative_tokens": 17}, "from 1 to 16, got 17"),
+        ({"method": "mtp", "prompt_lookup_min": 2}, "prompt_lookup_min, but the method mtp has none"),
         ({"method": ["ngram"]}, "the method must be one of"),
         ({"method": "ngram", "disable_by_batch_size": 4}, "can have method, .*, got 'disable_by_batch_size'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* from 1 to 16, got 0"),

@@ -57,10 +57,13 @@ def alone(model: Path, isa: str, dtype: str, **rounding: str) -> list[list[Answe
     return found
 
 
-def check_all_at_once(model: Path, isa: str, dtype: str, mode: str, **settings: Any) -> tuple[KVStats, Poison]:  # noqa: ANN401 (those of LLM)
+def check_all_at_once(
+    model: Path, isa: str, dtype: str, mode: str, method: str = "ngram", **settings: Any,  # noqa: ANN401 (those of LLM)
+) -> tuple[KVStats, Poison]:
     """Assert that all ways at once, with NaN in all that is free, change no bit; return the engine's counts.
 
-    The requests are sent twice: what the first ones have left is there for the second.
+    The requests are sent twice: what the first ones have left is there for the second. Drafts are an oracle's, beside
+    those of a draft model where the method has one.
     """
     rounding = {name: settings[name] for name in ROUNDINGS if name in settings}
     expected, (prompts, params) = alone(model, isa, dtype, **rounding), asked()
@@ -68,7 +71,7 @@ def check_all_at_once(model: Path, isa: str, dtype: str, mode: str, **settings: 
     with LLM(
         model, cpu_isa=isa, dtype=dtype, max_model_len=160, block_size=8, max_num_batched_tokens=23, max_num_seqs=12,
         num_kv_blocks=60, preemption_mode=mode, num_swap_blocks=90 if mode == "swap" else None,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 4}, **settings,
+        speculative_config={"method": method, "num_speculative_tokens": 4}, **settings,
     ) as llm:  # fmt: skip
         set_num_threads(1)
         drafter, poison = let_draft(llm, wholes), Poison(llm)

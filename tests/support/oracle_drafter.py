@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from quire import LLM
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import Drafter, DraftRows
+from quire.execution.drafting.draft_model import DraftModel
 from quire.execution.drafting.drafters import AdaptiveLength, LimitedDrafter, LookupDrafter, StepCost
 from quire.execution.worker import Worker
 
@@ -13,16 +14,25 @@ FREE_ROWS = StepCost(rows_per_read=1e9)
 
 
 class OracleDrafter:
-    """Drafts of any length from whole token lists, prompt and output; three of ten drafts have a wrong token."""
+    """Drafts of any length from whole token lists, prompt and output; three of ten drafts have a wrong token.
 
-    def __init__(self, batch: PersistentBatch, wholes: Iterable[Sequence[int]], mistake: int) -> None:
-        self._batch, self._mistake, self._rng = batch, mistake, random.Random(5)
+    `model`: a draft model that drafts as well, though its drafts are not used.
+    """
+
+    def __init__(
+        self, batch: PersistentBatch, wholes: Iterable[Sequence[int]], mistake: int, model: DraftModel | None = None
+    ) -> None:
+        self._batch, self._mistake, self._model, self._rng = batch, mistake, model, random.Random(5)
         self._wholes = [list(whole) for whole in wholes]
 
-    def draft(self, rows: DraftRows, limits: IntArray, _step: StepInputs) -> Mapping[int, Sequence[int]]:
+    def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Return the continuation of the list that begins as the row, with mistakes; without one, a mistake."""
+        if self._model is not None:
+            self._model.draft(rows, limits, step)
         drafts = {}
         for row, num_tokens, limit in zip(rows.rows.tolist(), rows.num_tokens.tolist(), limits.tolist(), strict=True):
+            if not limit:
+                continue
             known = self._batch.token_ids[row, :num_tokens].tolist()
             whole = next((each for each in self._wholes if each[:num_tokens] == known), [])
             found = whole[num_tokens : num_tokens + self._rng.randint(1, limit)] or [self._mistake]
@@ -57,6 +67,7 @@ def let_draft(
     assert isinstance(drafter, LimitedDrafter | LookupDrafter)
     drafter._lengths = AdaptiveLength(FREE_ROWS, len(batch.token_ids))
     if wholes is not None:
-        drafter = LimitedDrafter(OracleDrafter(batch, wholes, mistake), drafter._lengths, num_drafts, batch)
+        model = drafter._method if isinstance(drafter, LimitedDrafter) else None
+        drafter = LimitedDrafter(OracleDrafter(batch, wholes, mistake, model), drafter._lengths, num_drafts, batch)
     worker.compute.drafter = counted = CountedDrafter(drafter)
     return counted

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.model.config import spec_from_config
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, layer_shapes
+from quire.model.shapes import DecoderShapes, LinearShape, MtpShapes, NormShape, Shape, VectorShape, layer_shapes
 
 # A model with experts, a shared one among them.
 MIXTURE: dict[str, object] = {
@@ -59,6 +59,12 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
         for shape in layer_shapes(spec, layer):
             prefix = names.prefixes[0] + names.layer.format(layer=index)
             tensors |= tensors_of(shape, prefix, is_transposed=names.is_transposed)
+    if spec.mtp is not None:
+        names = spec.mtp.weights
+        for shape in MtpShapes.of(spec.mtp):
+            tensors |= tensors_of(shape, names.prefixes[0])
+        for shape in layer_shapes(spec.mtp, spec.mtp.layers[0]):
+            tensors |= tensors_of(shape, names.prefixes[0] + names.layer.format(layer=0))
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))

@@ -10,8 +10,16 @@ from quire.core.checks import shown
 from quire.core.errors import ConfigError
 from quire.core.options import parse_json_object
 
-SpeculationMethod = Literal["ngram", "suffix", "draft_model"]
+SpeculationMethod = Literal["ngram", "suffix", "draft_model", "mtp"]
 METHODS: tuple[str, ...] = get_args(SpeculationMethod)
+# vLLM's names of MTP heads, by the family that has them; `mtp` means the head of the model's own family.
+MTP_METHODS = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+_REFUSED = {
+    "eagle": "EAGLE heads are not read", "eagle3": "EAGLE heads are not read", "medusa": "Medusa heads are not read",
+    "mlp_speculator": "MLP speculators are not read", "dflash": "DFlash heads, which draft whole blocks, are not read",
+    "dspark": "DSpark heads, which draft whole blocks, are not read",
+    "gemma4_mtp": "Gemma 4's assistants, which read keys and values of their target, are not read",
+}  # fmt: skip
 
 MAX_DRAFTS = 16           # tokens of a draft: rows of 17 tokens in a step of decodes
 DEFAULT_DRAFTS = 4
@@ -70,7 +78,10 @@ def _config(keys: dict[str, Any]) -> SpeculationConfig:
             f"got {shown(model)}"
         )
     if method != "draft_model" and model is not None:
-        raise ConfigError(f"speculative_config has the model {shown(model)}, but the method {method} has no model")
+        where = ": an MTP head is in the folder of the model itself" if method == "mtp" else ""
+        raise ConfigError(
+            f"speculative_config has the model {shown(model)}, but the method {method} has no model{where}"
+        )
     lookups = [key for key in ("prompt_lookup_min", "prompt_lookup_max") if key in keys]
     if method != "ngram" and lookups:
         raise ConfigError(f"speculative_config has {lookups[0]}, but the method {method} has none; ngram has")
@@ -86,8 +97,13 @@ def _method(keys: dict[str, Any]) -> Any:  # noqa: ANN401 (checked to be one of 
     method = keys.get("method", "draft_model" if "model" in keys else None)
     if method is None:
         raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
+    if isinstance(method, str) and method in MTP_METHODS:
+        return "mtp"
     if method not in METHODS:
-        raise ConfigError(f"speculative_config: the method must be one of {', '.join(METHODS)}, got {shown(method)}")
+        why = f": {_REFUSED[method]}" if isinstance(method, str) and method in _REFUSED else ""
+        raise ConfigError(
+            f"speculative_config: the method must be one of {', '.join(METHODS)}, got {shown(method)}{why}"
+        )
     return method
 
 

@@ -30,7 +30,7 @@ from quire.engine.adapters.store import (
     make_slots,
     make_store,
 )
-from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model
+from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model, load_mtp_head
 from quire.engine.engine import TEXT_ALONE, Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.kv_disk import KVDisk
@@ -57,6 +57,7 @@ from quire.model.decoder import MAX_STEP_IMAGE_TOKENS, Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.merging_vision import merged_flops
+from quire.model.mtp import MtpHead
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.spec import DecoderSpec
@@ -127,13 +128,13 @@ def _assemble(
     if tokenizer is not None or not loads_tokenizer:
         loaded = loaded or _load_model(options, folder, ranks)
         read_tokenizer = None if options.skip_tokenizer_init else tokenizer_loader(text_source)
-        draft_model = _draft_model(options, loaded, text_source)
+        draft_model = _draft_model(options, loaded, folder, text_source)
         return build_engine(options, loaded, tokenizer, read_tokenizer, draft_model, ranks, member)
     use: TokenizerUse = "skipped" if options.skip_tokenizer_init else "optional"
     with ThreadPoolExecutor(1) as reader:  # a CPU is free while kernels read weights without Python's lock
         reading = reader.submit(load_tokenizer, text_source, use)
         loaded = loaded or _load_model(options, folder, ranks)
-        draft_model = _draft_model(options, loaded, text_source)
+        draft_model = _draft_model(options, loaded, folder, text_source)
         return build_engine(options, loaded, reading.result(), draft_model=draft_model, ranks=ranks, member=member)
 
 
@@ -243,11 +244,15 @@ def _grammars(
     )
 
 
-def _draft_model(options: EngineOptions, target: LoadedModel, tokenizer: Path) -> LoadedDraftModel | None:
-    """Return the draft model that the options ask for."""
+def _draft_model(
+    options: EngineOptions, target: LoadedModel, folder: Path, tokenizer: Path
+) -> LoadedDraftModel | None:
+    """Return the draft model that the options ask for. `folder`, `tokenizer`: of the target."""
     config = options.speculation
-    if config is None or config.method != "draft_model":
+    if config is None or config.method not in ("draft_model", "mtp"):
         return None
+    if config.method == "mtp":
+        return load_mtp_head(options, config, target, folder)
     return load_draft_model(options, config, target, tokenizer)
 
 
@@ -361,8 +366,9 @@ def _token_flops(spec: DecoderSpec) -> float:
 
 
 def open_disk(
-    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler, draft_model: LanguageModel | None
-) -> KVDisk:
+    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler,
+    draft_model: LanguageModel | MtpHead | None,
+) -> KVDisk:  # fmt: skip
     """Return the disk tier of an engine, with the blocks that its folder has. ConfigError where it cannot be served."""
     cache = scheduler.cache
     check_has_blocks(f"kv_disk_dir {options.kv_disk_dir!r}", cache, loaded)
@@ -399,8 +405,8 @@ def check_has_blocks(setting: str, cache: KVCacheManager, loaded: LoadedModel) -
 
 
 def open_peers(
-    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler, draft_model: LanguageModel | None,
-    member: FleetMember | None = None,
+    options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler,
+    draft_model: LanguageModel | MtpHead | None, member: FleetMember | None = None,
 ) -> "KVPeers":  # fmt: skip
     """Return the parts of an engine in prefill apart from decoding. ConfigError where it cannot take them.
 
@@ -509,6 +515,9 @@ def _drafter(
         kernels = usable_isas()[0] if options.cpu_isa == "auto" else options.cpu_isa
     experts = expert_reads(model.spec) if isinstance(model, Decoder) else None
     bytes_per_weight = model.weight_bytes / model.num_parameters
-    of_one_row = model.weight_bytes if experts is None else bytes_per_weight * experts.num_weights
-    draft_cost = 0.0 if draft_model is None else draft_model.model.weight_bytes / of_one_row
-    return make_drafter(options.speculation, batch, kernels, bytes_per_weight, method, draft_cost, experts)
+    of_one_row: float = model.read_bytes if isinstance(model, Decoder) else model.weight_bytes
+    if experts is not None:
+        of_one_row = bytes_per_weight * experts.num_weights
+    read = (0, 0) if draft_model is None else draft_model.pass_bytes
+    draft_cost, logits_cost = (num_bytes / of_one_row for num_bytes in read)
+    return make_drafter(options.speculation, batch, kernels, bytes_per_weight, method, draft_cost, experts, logits_cost)

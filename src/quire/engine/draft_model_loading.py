@@ -1,7 +1,7 @@
 """Loading of a draft model, which runs beside the target, in its dtype and on its blocks, and has the same tokens.
 
 The target's settings apply to the draft model: device, dtype, KV cache dtype, instruction set, and int8 or int4 if the
-draft model's checkpoint holds floats.
+draft model's checkpoint holds floats. The MTP head of the target's own checkpoint is a draft model, too.
 """
 
 import logging
@@ -10,22 +10,25 @@ from pathlib import Path
 
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError, ModelError
-from quire.core.model_files import read_bytes
+from quire.core.model_files import is_gguf, read_bytes
 from quire.core.speculation import ScratchBlocks, SpeculationConfig
 from quire.engine.formats import read_source, tokenizer_loader
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
-from quire.execution.drafting.draft_model import DraftModel
+from quire.execution.drafting.draft_model import DraftModel, MtpDrafter
 from quire.kernels.choice import choose_back_end
+from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
+from quire.model.mtp import MtpHead
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.resolve import resolve_model
 from quire.model.source import ModelSource
 from quire.model.spec import widest_window
+from quire.model.weights import WeightReader
 from quire.text.text_settings import TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
@@ -35,9 +38,16 @@ log = logging.getLogger(__name__)
 class LoadedDraftModel:
     """A draft model on the target's device. `max_positions`: positions that it can compute."""
 
-    model: LanguageModel
+    model: LanguageModel | MtpHead
     max_positions: int
     scratch: ScratchBlocks
+
+    @property
+    def pass_bytes(self) -> tuple[int, int]:
+        """Bytes of weights that a pass of one token reads, and the part of them that is read for drafts alone."""
+        if isinstance(self.model, MtpHead):
+            return self.model.layer_bytes + self.model.logits_bytes, self.model.logits_bytes
+        return self.model.read_bytes if isinstance(self.model, Decoder) else self.model.weight_bytes, 0
 
     def limits(self, target: ModelLimits, block_size: int) -> ModelLimits:
         """Return the limits of target and draft model together: a token takes bytes in both.
@@ -62,7 +72,8 @@ class LoadedDraftModel:
 
     def drafter(self, cache: KVCache, batch: PersistentBatch) -> DraftModel:
         """Return the drafter over `cache`, as in `allocate_cache`, for the rows of a batch."""
-        return DraftModel(self.model, cache, batch, self.scratch, self.max_positions)
+        kind = MtpDrafter if isinstance(self.model, MtpHead) else DraftModel
+        return kind(self.model, cache, batch, self.scratch, self.max_positions)
 
 
 def load_draft_model(
@@ -73,11 +84,43 @@ def load_draft_model(
     Raises ConfigError, or ModelError, that names the model and what is not supported, or differs from the target.
     """
     assert config.model is not None, "the method draft_model has a model"
-    _require_support(target)
+    _require_support(target, config)
     try:
         return _load(options, config.model, config.num_speculative_tokens, target, tokenizer)
     except (ConfigError, ModelError) as error:
         raise type(error)(f"speculative_config: draft model {config.model!r}: {error}") from error
+
+
+def load_mtp_head(
+    options: EngineOptions, config: SpeculationConfig, target: LoadedModel, folder: Path
+) -> LoadedDraftModel:
+    """Load the MTP head of the target's folder. ConfigError where there is none that is served, ModelError for files.
+
+    The weights are read again for it alone, so that they take no memory unless they are asked for.
+    """
+    _require_support(target, config)
+    where, model = f"speculative_config: the MTP head of {folder}", target.model
+    if options.tensor_parallel_size > 1:
+        raise ConfigError(f"{where} is not supported with tensor_parallel_size {options.tensor_parallel_size} yet")
+    if is_gguf(folder):
+        raise ConfigError(f"{where} is not read: heads in GGUF files are not supported yet")
+    if not isinstance(model, Decoder) or model.spec.mtp is None:
+        raise ConfigError(
+            f"speculative_config: {folder} has no MTP head that is read: those of Qwen3-Next, Qwen3.5, GLM-4.5 to 4.7 "
+            "and DeepSeek V3 are, where num_nextn_predict_layers or mtp_num_hidden_layers of config.json is at least 1"
+        )
+    source = read_source(folder, options.load_format)
+    stored, dtype = source.open_tensors(target.quantization), dtype_name(model.dtype)
+    try:
+        reader = WeightReader(
+            stored.checkpoint, model.spec.mtp.weights, model.back_end, dtype, model.device, stored.weight_format
+        )
+        head = MtpHead(model, reader, options.kv_cache_dtype)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"{where}: {error}") from error
+    log.info("MTP head: %d parameters, %d bytes of weights", head.num_parameters, head.weight_bytes)
+    scratch = ScratchBlocks.of(config.num_speculative_tokens, options.resolved_max_num_seqs, options.block_size)
+    return LoadedDraftModel(head, target.limits.max_position_embeddings, scratch)
 
 
 def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quantization:
@@ -86,11 +129,11 @@ def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quant
     return source.quantization(asked) if asked.rounds_draft_model(stored) else stored
 
 
-def _require_support(target: LoadedModel) -> None:
+def _require_support(target: LoadedModel, config: SpeculationConfig) -> None:
     """Raise ConfigError for a target that cannot have a draft model."""
     device = str(target.model.device).partition(":")[0]
     if device != "cpu":
-        raise ConfigError(f"speculative_config: the method draft_model is not supported on device {device} yet")
+        raise ConfigError(f"speculative_config: the method {config.method} is not supported on device {device} yet")
     if not target.generates:
         raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
 

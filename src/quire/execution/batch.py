@@ -19,6 +19,7 @@ from quire.decoding.row_pooling import PooledEntry, RowPool
 from quire.decoding.sampler import SamplingState
 from quire.kernels.delta_net import StateRows
 from quire.kernels.low_rank import AdapterWeights, RowAdapters
+from quire.kernels.tensors import Tensor
 from quire.model.language_model import ForwardBatch
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class StepInputs(NamedTuple):
     drafts: list[RowDrafts]     # rows with several samples each, in the order of positions
     pooled: list[PooledEntry]   # rows without samples
     grammars: StepMasks | None = None  # None: no sample is masked
+    hidden: Tensor | None = None       # [T, any width] of the model, once it has run; None: before, or for no drafter
 
 
 class PersistentBatch:

@@ -129,7 +129,7 @@ class StepCompute:
             results |= {row: RowResult(has_ended=True, pooled=vector.tobytes()) for row, vector in vectors.items()}
             failures |= unsound
         if self.drafter is not None:
-            add_drafts(self.drafter, inputs, sampled, results, failures)
+            add_drafts(self.drafter, inputs._replace(hidden=hidden), sampled, results, failures)
         return StepResult(
             token_ids=sampled.token_ids,
             logprobs=sampled.logprobs,

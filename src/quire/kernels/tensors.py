@@ -103,6 +103,15 @@ def concatenated_rows(parts: Sequence[Tensor]) -> Tensor:
     return joined
 
 
+def concatenated_columns(parts: Sequence[Tensor]) -> Tensor:
+    """Return the columns of tensors [num_rows, any], side by side, in memory of their own."""
+    joined, first = empty_like(parts[0], (len(parts[0]), sum(part.shape[1] for part in parts))), 0
+    for part in parts:
+        joined[:, first : first + part.shape[1]] = part
+        first += part.shape[1]
+    return joined
+
+
 def floats(x: Tensor) -> NDArray[np.float32]:
     """Return the values of x in float32, in host memory."""
     if isinstance(x, np.ndarray):

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd, require, require_attention, require_kv_dtype, require_ops
@@ -92,7 +93,7 @@ class Decoder:
         self._text_cache = None if spec.is_causal else TextCache(spec, self.dtype, self.back_end)
         is_head_whole = spec.has_head and spec.is_head_tied and ranks is None
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
-        self._embedding = Embedding(spec, shapes, weights, tokens.taken)
+        self.embedding = Embedding(spec, shapes, weights, tokens.taken)
         frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
         reads_images = spec.vision is not None and ranks is None and str(self.device) == "cpu"
         merging = spec.vision.merging if spec.vision is not None and reads_images else None
@@ -105,9 +106,9 @@ class Decoder:
             self._rotary.fill(table_positions)  # other libraries may copy them
         tables = (weights.taken(table.values) for table in self._rotary.tables)
         cos_sin = dict(zip(spec.rotaries, tables, strict=True))
-        self.progress = np.zeros(1, np.int64)  # layers and heads run since start; any thread may look
-        shared = ProgramInputs(cos_sin, self.progress, ranks, kv_cache_dtype == "fp8", max_truncated)
-        program = build_program(spec, weights, shared)
+        progress = np.zeros(1, np.int64)
+        self.shared = ProgramInputs(cos_sin, progress, ranks, kv_cache_dtype == "fp8", max_truncated)
+        program = build_program(spec, weights, self.shared)
         summed = (op for op in program.ops if isinstance(op, SummedLinearOp))
         self.summed_inputs = {op.name: op.inputs for op in summed}  # inputs of each such layer that this rank has
         require_ops(self.back_end.name, program.ops)
@@ -124,6 +125,11 @@ class Decoder:
         self._tally.frequencies |= frequencies
 
     @property
+    def progress(self) -> NDArray[np.int64]:
+        """Layers and heads run since start, [1]; any thread may look."""
+        return self.shared.progress
+
+    @property
     def vocab_size(self) -> int:
         """Token ids of the model."""
         return self.spec.vocab_size
@@ -137,6 +143,11 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
         return self._tally.weight_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights that a step reads, all experts among them; of a table of embeddings it reads rows."""
+        return self.weight_bytes - self._tally.table_bytes
 
     @property
     def frequencies(self) -> dict[Rotary, Array]:
@@ -164,16 +175,8 @@ class Decoder:
             batch = replace(batch, adapters=batch.adapters.grouped())
         if self._text_cache is not None:
             batch, cache = self._text_cache.place(batch)
-        if (num_positions := batch.block_tables.shape[1] * cache.block_size) > self._rotary.num_filled:
-            self._rotary.fill(num_positions)
-        metadata = build_metadata(
-            batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size, batch.seen_ends
-        )
-        inputs = LayerInputs(
-            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters, cache.states,
-            batch.state_rows,
-        )
-        x = self._embedding(batch.token_ids, batch.positions, batch.token_types)
+        inputs = self.layer_inputs(batch, cache)
+        x = self.embedding(batch.token_ids, batch.positions, batch.token_types)
         if batch.embeds is None:
             return self._program.run(x, inputs)
         rows, values, places = batch.embeds
@@ -183,6 +186,18 @@ class Decoder:
             positions[rows] = self._rotary.place(places)  # the program's tables are in the same memory
             inputs = replace(inputs, positions=self.back_end.library.tensor(positions), added=(rows, values))
         return self._image_program.run(x, inputs)
+
+    def layer_inputs(self, batch: ForwardBatch, cache: KVCache) -> LayerInputs:
+        """Return the inputs of a layer program in a step, with rotary tables as long as the step needs."""
+        if (num_positions := batch.block_tables.shape[1] * cache.block_size) > self._rotary.num_filled:
+            self._rotary.fill(num_positions)
+        metadata = build_metadata(
+            batch.block_tables, batch.query_starts, batch.context_lens, cache.block_size, batch.seen_ends
+        )
+        return LayerInputs(
+            batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters, cache.states,
+            batch.state_rows,
+        )
 
     def start_timing(self) -> ProgramTimer:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
@@ -209,10 +224,16 @@ class Decoder:
             logits = scaled(tanh(divided(logits, self.spec.logit_softcap)), self.spec.logit_softcap)
         return logits
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the weight of the output head."""
+        assert self._head is not None, "the model has no output head"
+        return self._head.num_bytes
+
     def head_sums(self, hidden: Tensor) -> Tensor:
         """Return the logits before the multiplier and the softcap; of several ranks, rank 0 has them."""
         assert self._head is not None, "the model has no output head"
-        self.progress += 1
+        self.shared.progress[0] += 1
         return self._head(hidden)
 
 
@@ -233,7 +254,7 @@ class ProjectedHead:
     """A head behind a projection to the width of embeddings."""
 
     def __init__(self, project: Linear, head: Linear) -> None:
-        self._project, self._head = project, head
+        self._project, self._head, self.num_bytes = project, head, project.num_bytes + head.num_bytes
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states [num_rows, hidden_size]."""

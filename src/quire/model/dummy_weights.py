@@ -20,7 +20,16 @@ from quire.core.errors import ModelError
 from quire.model.config import read_config, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.quantization import Quantization
-from quire.model.shapes import DecoderShapes, LinearShape, NormShape, Shape, VectorShape, VisionShapes, layer_shapes
+from quire.model.shapes import (
+    DecoderShapes,
+    LinearShape,
+    MtpShapes,
+    NormShape,
+    Shape,
+    VectorShape,
+    VisionShapes,
+    layer_shapes,
+)
 from quire.model.source import FolderSource, is_quantized
 from quire.model.spec import DecoderSpec, VisionSpec
 
@@ -127,6 +136,12 @@ def _entries(spec: DecoderSpec) -> Iterator[tuple[str, _Entry]]:
     for index, layer in enumerate(spec.layers):
         prefix = names.prefixes[0] + names.layer.format(layer=index)
         placed += [(shape, prefix) for shape in layer_shapes(spec, layer)]
+    if spec.mtp is not None:
+        head = spec.mtp
+        prefix = head.weights.prefixes[0]
+        placed += [(shape, prefix) for shape in MtpShapes.of(head)]
+        prefix += head.weights.layer.format(layer=0)
+        placed += [(shape, prefix) for shape in layer_shapes(head, head.layers[0])]
     for shape, prefix in placed:
         yield from _tensors(shape, prefix, is_transposed=names.is_transposed)
     if spec.has_head and not spec.is_head_tied:

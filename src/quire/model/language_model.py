@@ -43,6 +43,7 @@ class ForwardBatch:
     embeds: Embeds | None = field(default=None, kw_only=True)         # None: all are looked up
     seen_ends: Tensor | None = field(default=None, kw_only=True)      # as in AttentionMetadata
     state_rows: StateRows | None = field(default=None, kw_only=True)  # None: the model has no states
+    hidden: Tensor | None = field(default=None, kw_only=True)  # of an MTP head: [T, hidden_size], of the tokens before
 
     def taken(self, library: Library) -> "ForwardBatch":
         """Return a batch of arrays as one of the library's tensors in host memory."""
@@ -53,7 +54,7 @@ class ForwardBatch:
             *map(library.tensor, self.tensors), token_types=None if types is None else library.tensor(types),
             adapters=None if adapters is None else adapters._replace(of_row=library.tensor(adapters.of_row)),
             embeds=self.embeds, seen_ends=None if self.seen_ends is None else library.tensor(self.seen_ends),
-            state_rows=None if self.state_rows is None else self.state_rows.taken(library),
+            state_rows=None if self.state_rows is None else self.state_rows.taken(library), hidden=self.hidden,
         )
 
     @property

@@ -36,6 +36,7 @@ from quire.model.checkpoints.packed_file import (
     write_packed,
 )
 from quire.model.decoder import Decoder
+from quire.model.mtp import MtpHead
 from quire.model.quantization import Quantization
 from quire.model.resolve import DIGEST_SUFFIXES
 from quire.model.shapes import LinearShape
@@ -115,8 +116,8 @@ def settings_of(dtype: str, quantization: Quantization, *, has_head: bool) -> Fi
     }  # fmt: skip
 
 
-def weights_digest(decoder: Decoder) -> str:
-    """Return the SHA-256 of the digests of all arrays that a decoder of the C++ back end computes with.
+def weights_digest(decoder: Decoder | MtpHead) -> str:
+    """Return the SHA-256 of the digests of all arrays that a decoder, or a head, of the C++ back end computes with.
 
     They are those in memory, packed; so a start with a packed file and one without have the same digest.
     """

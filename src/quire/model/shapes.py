@@ -392,6 +392,26 @@ class DecoderShapes(NamedTuple):
         )
 
 
+class MtpShapes(NamedTuple):
+    """The modules of an MTP head around its layer."""
+
+    embedding_norm: NormShape
+    hidden_norm: NormShape
+    projection: LinearShape
+    final_norm: NormShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec) -> "MtpShapes":
+        """Return the shapes of a head, which is the `mtp` of a decoder's spec."""
+        names, width = spec.weights, spec.hidden_size
+        assert names.mtp_norms is not None, "a decoder that is no MTP head"
+        assert names.mtp_projection is not None
+        norms = (_norm(spec, module, width) for module in (*names.mtp_norms, names.final_norm))
+        embedding_norm, hidden_norm, final_norm = norms
+        projection = LinearShape((names.mtp_projection,), (width,), 2 * width)
+        return cls(embedding_norm, hidden_norm, projection, final_norm)
+
+
 class ProjectorShapes(NamedTuple):
     """A norm, and the layers from an encoder's width to the decoder's."""
 

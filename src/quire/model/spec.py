@@ -127,6 +127,8 @@ class WeightMap:
     delta_out: str | None = None
     attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
+    mtp_norms: tuple[str, str] | None = None     # of an MTP head: norms of an embedding and of a hidden state, and
+    mtp_projection: str | None = None            # the projection of both
     experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
@@ -436,6 +438,7 @@ class DecoderSpec:
     has_embedding_norm: bool = False
     classifier: Classifier | None = None        # the head, in place of one over the vocabulary
     vision: "VisionSpec | None" = field(default=None, repr=False)  # None: reads text alone
+    mtp: "DecoderSpec | None" = field(default=None, repr=False)  # an MTP head of the checkpoint, as `with_mtp` makes it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
@@ -514,6 +517,11 @@ class DecoderSpec:
     def attended_flops(self) -> int:
         """Operations of all layers for a pair of a token and one that it attends to."""
         return sum(attention.attended_flops for attention in self.attentions)
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it is an MTP head: its embeddings and its layer to logits are those of its target."""
+        return self.weights.mtp_projection is not None
 
     @property
     def is_causal(self) -> bool:
@@ -651,6 +659,17 @@ def widest_window(windows: Sequence[int | None]) -> int | None:
     """Return the widest of the layers' windows if every layer has one, else None: blocks before it can be freed."""
     widths = [window for window in windows if window is not None]
     return max(widths) if widths and len(widths) == len(windows) else None
+
+
+def with_mtp(spec: DecoderSpec, **names: Any) -> DecoderSpec:  # noqa: ANN401 (fields of WeightMap)
+    """Return the spec with an MTP head: one layer as its last layer of attention, with other names of modules.
+
+    The head predicts the token behind the next one from that token's embedding and the hidden state before it
+    (DeepSeek-AI 2024, V3, section 2.2).
+    """
+    layer = next(layer for layer in reversed(spec.layers) if layer.attention is not None)
+    head = replace(spec, layers=(layer,), weights=replace(spec.weights, skipped=(), **names), vision=None)
+    return replace(spec, mtp=head)
 
 
 def interleaved(spec: DecoderSpec) -> DecoderSpec:

@@ -39,6 +39,7 @@ class ReadTally:
 
     num_parameters: int = 0
     weight_bytes: int = 0  # as kept in memory
+    table_bytes: int = 0   # those of a table of embeddings that is no head
     kept: list[Linear | StoredTable | Array] = field(default_factory=list)
     frequencies: dict[Rotary, Array] = field(default_factory=dict)
 
@@ -93,14 +94,16 @@ class WeightReader:
         scoped._prefix = ""
         return scoped
 
-    def below(self, prefixes: Sequence[str], module: str, names: WeightMap | None = None) -> "WeightReader":
-        """Return a reader of an encoder of images, below the first prefix under which the checkpoint has `module`.
+    def below(
+        self, prefixes: Sequence[str], module: str, names: WeightMap | None = None, *, is_vision: bool = True
+    ) -> "WeightReader":
+        """Return a reader of a part, below the first prefix under which the checkpoint has `module`.
 
-        names: of its layers, where it has some.
+        names: of its layers, where it has some. `is_vision`: an encoder of images, with its own format.
         """
         scoped, found = copy.copy(self), (each for each in prefixes if f"{each}{module}.weight" in self._tensors.names)
         scoped.names, scoped._prefix = names or self.names, next(found, prefixes[0])
-        scoped._format = vision_format(self._format)
+        scoped._format = vision_format(self._format) if is_vision else self._format
         return scoped
 
     def table(self, shape: TableShape) -> Tensor:
@@ -124,9 +127,11 @@ class WeightReader:
         stored = self._format.read_table(self._tensors, module, shape.width)
         if stored is None:
             table = self._read_table(shape)
+            self.tally.table_bytes = table.nbytes
             return TokenTable(table, self.taken(table))
         self.tally.num_parameters += shape.num_rows * shape.width
         self.tally.weight_bytes += stored.num_bytes
+        self.tally.table_bytes = stored.num_bytes
         self._keep(stored)
         return TokenTable(stored, self._library.table(stored))
 

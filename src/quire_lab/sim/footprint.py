@@ -16,6 +16,7 @@ from quire.model.shapes import (
     DecoderShapes,
     LayerShapes,
     LinearShape,
+    MtpShapes,
     Shape,
     ShortConvShapes,
     TableShape,
@@ -114,6 +115,7 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights as a device keeps them; `shard`: as this rank of tensor parallelism does.
 
+    Of an MTP head they are those that its target lacks.
     `of_one_token`: those that a step of one token reads, without tables, and of experts without those that the token
     does not use.
     """
@@ -140,7 +142,8 @@ def weight_bytes(
         return 0 if isinstance(shape, TableShape) else num_bytes
 
     is_head_kept |= of_one_token and spec.has_head
-    total = sum(kept(shape, prefix) for shape in around[:-1])
+    is_head_kept &= not spec.is_mtp
+    total = sum(kept(shape, prefix) for shape in (MtpShapes.of(spec) if spec.is_mtp else around[:-1]))
     if not of_one_token and shard is None:
         total += vision_bytes(spec, dtype, packing, quantization)
     for index, layer in enumerate(spec.layers):

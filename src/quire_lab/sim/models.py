@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
+from quire.core.model_files import is_gguf
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.model.config import resolved_dtype, spec_from_config
@@ -105,8 +106,15 @@ def read_model(
 
 
 def read_draft_model(target: FoundModel, options: EngineOptions) -> FoundModel | None:
-    """Return the draft model that the options ask for, or None, in the target's dtype and rounded as the target is."""
+    """Return the draft model that the options ask for, or None, in the target's dtype and rounded as the target is.
+
+    ConfigError for an MTP head that the target lacks.
+    """
     config, asked = options.speculation, options.quantization_options
+    if config is not None and config.method == "mtp":
+        if target.spec.mtp is None or (target.folder is not None and is_gguf(target.folder)):
+            raise ConfigError(f"speculative_config: {target.name} has no MTP head that is read")
+        return target._replace(spec=target.spec.mtp)
     if config is None or config.model is None:
         return None
     stored = read_model(config.model, target.dtype)

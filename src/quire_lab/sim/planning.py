@@ -33,7 +33,6 @@ from quire_lab.sim.footprint import (
     DTYPE_BYTES,
     PLAIN_PACKING,
     Packing,
-    stored_kv_bytes_per_token,
     vision_bytes,
     weight_bytes,
 )
@@ -70,7 +69,8 @@ class MemoryPlan:
     kv_bytes_per_token: int      # includes the draft model's, and a token's share of what a block keeps by itself
     num_convolutions: int        # layers that are short convolutions
     tail_bytes: int              # their part of a block, on all ranks of a CPU
-    draft_weight_bytes: int      # bytes of a draft model; not in `weight_bytes`
+    draft_weight_bytes: int      # bytes of a draft model or an MTP head; not in `weight_bytes`
+    draft_name: str              # which of the two; empty: none
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_fitting: dict[int, int]  # requests at once, by their context length
@@ -160,6 +160,7 @@ def plan_memory(
         num_convolutions=len(tails),
         tail_bytes=num_ranks * sum(each.block_bytes(options.block_size)[0] for each in tails),
         draft_weight_bytes=draft_bytes,
+        draft_name="" if draft is None else "MTP head" if draft.spec.is_mtp else "draft model",
         slot_bytes=slot_bytes,
         cache=cache,
         scheduler=scheduler,
@@ -284,7 +285,8 @@ def _draft_bytes(
     """Return the bytes of a draft model: of its weights, of a token in its cache, and of its scratch blocks."""
     if draft is None or options.speculation is None:
         return 0, 0, 0
-    token_bytes = stored_kv_bytes_per_token(draft.spec, kv_dtype)
+    geometry = _geometry(draft.spec, packing.kernel_dtype(draft.dtype), options, kv_dtype)
+    token_bytes = geometry.bytes_per_token(options.block_size)
     num_drafts = options.speculation.num_speculative_tokens
     scratch = ScratchBlocks.of(num_drafts, options.resolved_max_num_seqs, options.block_size)
     weights = weight_bytes(draft.spec, draft.dtype, packing, quantization=draft.quantization)
@@ -297,8 +299,12 @@ def not_servable_yet(model: FoundModel, hardware: Hardware, options: EngineOptio
     if num_devices > 1 and hardware.device == "cuda" and options.enable_lora:
         reasons.append(f"enable_lora is not supported yet with tensor_parallel_size {num_devices} on device cuda")
     speculation = options.speculation
-    if hardware.device == "cuda" and speculation is not None and speculation.method == "draft_model":
-        reasons.append("a draft model is not supported yet on device cuda")
+    if speculation is not None and speculation.method in ("draft_model", "mtp"):
+        what = "a draft model" if speculation.method == "draft_model" else "an MTP head"
+        if hardware.device == "cuda":
+            reasons.append(f"{what} is not supported yet on device cuda")
+        elif speculation.method == "mtp" and num_devices > 1:
+            reasons.append(f"{what} is not supported yet with tensor_parallel_size {num_devices}")
     if hardware.device == "cuda" and options.data_parallel_size > 1:
         reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype

@@ -157,13 +157,14 @@ class SpeculationOptions:
 
     speculative_config: str = _speculation(
         "", "speculative decoding, as JSON: method, model, num_speculative_tokens, ...", metavar="JSON",
-        row="speculative decoding: a JSON object (in Python also a dict) with `method` (`ngram`, `suffix` or "
-        f"`draft_model`), `model`, `num_speculative_tokens` (1 to {MAX_DRAFTS}; {DEFAULT_DRAFTS}), `prompt_lookup_min` "
-        "and `prompt_lookup_max`; the same tokens. Not with static batches, nor with a `memory_policy` other than "
-        "`paged`",
+        row="speculative decoding: a JSON object (in Python also a dict) with `method` (`ngram`, `suffix`, "
+        f"`draft_model` or `mtp`), `model`, `num_speculative_tokens` (1 to {MAX_DRAFTS}; {DEFAULT_DRAFTS}), "
+        "`prompt_lookup_min` and `prompt_lookup_max`; the same tokens. Not with static batches, nor with a "
+        "`memory_policy` other than `paged`",
     )  # fmt: skip
     spec_method: str | None = _speculation(
-        None, "its method: ngram, suffix or draft_model", metavar="METHOD", row="key `method` of `speculative_config`"
+        None, "its method: ngram, suffix, draft_model or mtp", metavar="METHOD",
+        row="key `method` of `speculative_config`",
     )
     spec_model: str | None = _speculation(
         None, "its draft model: folder, GGUF file or hub id", metavar="MODEL", row="key `model` of `speculative_config`"

@@ -205,8 +205,8 @@ def check_options(options: EngineOptions) -> None:
         "packed_weights": options.packed_weights is not None,
         "mmproj": options.mmproj is not None,
         "hf_overrides": bool(options.hf_overrides),
-        "speculative_config with a draft model": (
-            options.speculation is not None and options.speculation.method == "draft_model"
+        "speculative_config with a draft model, or with an MTP head,": (
+            options.speculation is not None and options.speculation.method in ("draft_model", "mtp")
         ),
     }
     for name, is_set in refused.items():

@@ -1,4 +1,4 @@
-"""Drafts of a draft model: a second, smaller decoder continues each row by some tokens (Leviathan et al. 2023).
+"""Drafts of a model that runs beside the target: a smaller decoder (Leviathan et al. 2023), or the target's MTP head.
 
 Its keys and values are further layers of the target's cache. It computes the tokens of each step on the same slots, so
 block tables, prefix hits, forks, copies and swaps are right for both. Sampled and draft tokens have no slots yet: their
@@ -8,6 +8,9 @@ Scratch blocks are invisible to the scheduler.
 One pass computes the tokens of a step and those that it has sampled, which gives the first drafts; so k drafts take k
 passes. In the table of a row that drafts, a scratch block stands in the place of the row's last block, with a copy of
 it. What the pass has written there is copied back.
+
+An MTP head reads the target's hidden state of the token before each token as well. A block's tail has that of the last
+token in it, so the state before a step's first token is there after prefix hits, forks, copies and swaps, too.
 
 Verification compares drafts with what the target samples, so an error in them costs acceptance and changes no output.
 """
@@ -34,9 +37,10 @@ from quire.decoding.sampler import (
 from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.kernels.sampling import SamplingOps
-from quire.kernels.tensors import Tensor, clear_rows, floats, full, take_rows
+from quire.kernels.tensors import Tensor, clear_rows, floats, full, like, take_rows
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch, LanguageModel
+from quire.model.mtp import MtpHead
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +63,12 @@ class DraftModel:
     error, it is logged, and no row has drafts from then on.
     """
 
+    max_pending = MAX_PENDING  # known tokens that the target has not computed, of a row that drafts
+
     def __init__(
-        self, model: LanguageModel, cache: KVCache, batch: PersistentBatch, scratch: ScratchBlocks, max_positions: int
-    ) -> None:
+        self, model: LanguageModel | MtpHead, cache: KVCache, batch: PersistentBatch, scratch: ScratchBlocks,
+        max_positions: int,
+    ) -> None:  # fmt: skip
         self._model, self._cache, self._batch, self._max_positions = model, cache, batch, max_positions
         first = len(cache.keys[0]) - scratch.num_blocks
         self._scratch = np.arange(first, first + scratch.num_blocks, dtype=np.int32).reshape(scratch.num_rows, -1)
@@ -71,35 +78,46 @@ class DraftModel:
     def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Compute a step's tokens; return up to `limits` drafts of each row, of as many as there is scratch for.
 
-        A row without a token in the step has none: another row of its request computes the block that they share.
+        rows: all that continue; limits may be 0. A row without a token in the step has none: another row of its request
+        computes the block that they share.
         """
         if self._has_failed:
             return {}
         try:
-            return self._draft(rows, limits, self._computed(step))
+            return self._draft(rows, limits, step)
         except Exception:
             self._has_failed = True
             log.exception("the draft model failed; rows have no drafts from now on, and are decoded token by token")
             return {}
 
-    def _computed(self, step: StepInputs) -> Spans:
-        """Return the tokens of a step that have slots, at positions that the model can compute."""
-        first_slots = step.forward.slot_mapping[step.forward.query_starts[:-1]]
-        spans = Spans(step.rows, step.starts, np.minimum(step.stops, self._max_positions))
-        return spans.at(np.flatnonzero((first_slots >= 0) & (spans.starts < spans.stops)))
+    def _computed(self, rows: DraftRows, step: StepInputs) -> tuple[Spans, IntArray]:
+        """Return the tokens of a step that have slots and are kept, at positions that the model can compute.
 
-    def _draft(self, rows: DraftRows, limits: IntArray, step: Spans) -> dict[int, list[int]]:
+        The second is the place of each span's first token in the step.
+        """
+        first_places = step.forward.query_starts[:-1].astype(np.int64)
+        num_kept = np.full(len(self._batch.token_ids), self._max_positions)
+        num_kept[rows.rows] = np.minimum(rows.num_computed, self._max_positions)    # without rejected drafts
+        spans = Spans(step.rows, step.starts, np.minimum(step.stops, num_kept[step.rows]))
+        has_slots = step.forward.slot_mapping[first_places] >= 0
+        found = np.flatnonzero(has_slots & (spans.starts < spans.stops))
+        return spans.at(found), first_places[found]
+
+    def _draft(self, rows: DraftRows, limits: IntArray, inputs: StepInputs) -> dict[int, list[int]]:
         """Compute the tokens of a step and, in the same pass, the pending ones of each row; then drafts one by one."""
+        step, first_places = self._computed(rows, inputs)
         if not len(step.rows):
             return {}
         rows, limits, places = self._served(rows, limits, step)
         tables, own = self._tables(step, rows, places)
         partly = np.flatnonzero(rows.num_computed % self._cache.block_size)   # rows with a last block computed in part
         stops = step.stops.copy()
-        stops[places] = rows.num_tokens                                       # without rejected drafts
+        stops[places] = rows.num_tokens
         spans = Spans(step.rows, step.starts, stops)
+        batch = self._batch_of(spans, tables)
+        before = self._hidden_before(step, first_places, inputs, batch)
         self._copy_blocks(own[partly], self._scratch[partly, 0])
-        hidden = self._forward(self._batch_of(spans, tables))
+        hidden = self._forward(batch, before)
         self._copy_blocks(self._scratch[partly, 0], own[partly])
         hidden = take_rows(hidden, np.cumsum(spans.stops - spans.starts)[places] - 1)
         return self._continue(rows, limits, spans.at(places), tables[places], hidden)
@@ -119,7 +137,7 @@ class DraftModel:
             drafting, spans = drafting[continues], spans.at(continues)
             spans = Spans(spans.rows, spans.stops, spans.stops + 1)
             if drafting.size:
-                hidden = self._forward(self._batch_of(spans, tables[drafting]))
+                hidden = self._forward(self._batch_of(spans, tables[drafting]), take_rows(hidden, continues))
         found = zip(rows.rows.tolist(), rows.num_tokens.tolist(), num_drafts.tolist(), strict=True)
         return {
             row: self._batch.token_ids[row, start : start + count].tolist() for row, start, count in found if count
@@ -131,7 +149,7 @@ class DraftModel:
         place_of[step.rows] = np.arange(len(step.rows))
         places = place_of[rows.rows]
         limits = np.minimum(limits, self._max_positions - rows.last).clip(max=self._num_drafts)
-        serves = (limits > 0) & (rows.num_tokens - rows.num_computed <= MAX_PENDING) & (places >= 0)
+        serves = (limits > 0) & (rows.num_tokens - rows.num_computed <= self.max_pending) & (places >= 0)
         served = np.flatnonzero(serves)[: len(self._scratch)]
         return DraftRows(*(each[served] for each in rows)), limits[served], places[served]
 
@@ -172,7 +190,12 @@ class DraftModel:
             block_tables=tables[:, : -(-int(spans.stops.max()) // block_size)].copy(),
         )
 
-    def _forward(self, batch: ForwardBatch) -> Tensor:
+    def _hidden_before(
+        self, step: Spans, first_places: IntArray, inputs: StepInputs, batch: ForwardBatch
+    ) -> Tensor | None:
+        """Return what `_forward` reads beside the first batch: nothing."""
+
+    def _forward(self, batch: ForwardBatch, before: Tensor | None) -> Tensor:
         """Run the model. Token ids that only the target has are replaced by the draft model's last one."""
         if self._model.vocab_size < self._batch.sampling.vocab_size:
             batch = replace(batch, token_ids=batch.token_ids.clip(max=self._model.vocab_size - 1))
@@ -199,6 +222,54 @@ class DraftModel:
                 clear_rows(tensor, blocks)
 
 
+class MtpDrafter(DraftModel):
+    """Drafts of the target's MTP head. Rows with several pending tokens have none: their hidden states are not there.
+
+    A tail is the hidden state of the last token in its block, and behind it the number of that token in the block.
+    Where it is of another token, the state counts as zeros: at position 0, and after a prefix hit inside of a block.
+    """
+
+    max_pending = 1
+
+    def _hidden_before(self, step: Spans, first_places: IntArray, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
+        """Return the target's hidden states of the tokens before those of the first batch; write a step's tails."""
+        hidden, size, tables = inputs.hidden, self._cache.block_size, self._batch.block_tables
+        assert hidden is not None, "a step without hidden states"
+        tails, last = self._cache.keys[-1], np.maximum(step.starts - 1, 0)
+        known = floats(take_rows(tails, tables[step.rows, last // size].astype(np.int64))).reshape(len(last), -1)
+        is_known = (step.starts > 0) & (known[:, -1] == _number(last, size))
+        firsts = np.asarray(batch.query_starts)[:-1]
+        counts = np.diff(np.asarray(batch.query_starts))
+        within = np.arange(len(batch.token_ids)) - np.repeat(firsts, counts)
+        before = take_rows(hidden, np.repeat(first_places, counts) + np.maximum(within - 1, 0))
+        before[firsts] = like(np.where(is_known[:, None], known[:, :-1], 0.0).astype(np.float32), before)
+        self._write_tails(step, first_places, hidden)
+        return before
+
+    def _write_tails(self, step: Spans, first_places: IntArray, hidden: Tensor) -> None:
+        """Write the tails of the blocks in which a step has computed tokens that are kept."""
+        size, tails = self._cache.block_size, self._cache.keys[-1]
+        counts = (step.stops - 1) // size - step.starts // size + 1       # blocks of each span
+        spans = np.repeat(np.arange(len(counts)), counts)
+        blocks = np.arange(len(spans)) - np.repeat(np.cumsum(counts) - counts, counts) + (step.starts // size)[spans]
+        last = np.minimum((blocks + 1) * size, step.stops[spans]) - 1     # position of a block's last token
+        rows = floats(take_rows(hidden, first_places[spans] + last - step.starts[spans]))
+        written = np.concatenate([rows, _number(last, size)[:, None]], axis=1, dtype=np.float32)
+        places = self._batch.block_tables[step.rows[spans], blocks].astype(np.int64)
+        tails[places] = like(written[:, None], tails)
+
+    def _forward(self, batch: ForwardBatch, before: Tensor | None) -> Tensor:
+        """Run the head."""
+        return super()._forward(replace(batch, hidden=before), None)
+
+
+def _number(positions: IntArray, block_size: int) -> IntArray:
+    """Return what a tail has behind the hidden state of a position: a number that every dtype holds, never 0."""
+    found: IntArray = positions % block_size % MAX_NUMBER + 1
+    return found
+
+
+MAX_NUMBER = 128   # of a token in its block; in larger blocks tokens so far apart have the same
 HALF_WINDOW = 0.1  # from the table above
 _TARGETS_ALONE = np.uint32(GRAMMAR | LOGPROBS | NAMED_LOGPROBS | SCALED)  # features of samples that drafts lack
 

@@ -42,27 +42,32 @@ class StepCost:
     """Cost of a step, in units of reading all weights once.
 
     `rows_per_read`: number of rows with products that take as long as that. `draft_cost`: of one forward pass of a
-    draft model, in the same unit; k drafts take k passes, and no drafts one. Of a model with `experts` the unit is
-    reading the weights of one row, and more rows read more of them.
+    draft model, in the same unit; k drafts take k passes, and no drafts one, without its `logits_cost`. Of a model with
+    `experts` the unit is reading the weights of one row, and more rows read more of them.
     """
 
     rows_per_read: float
     draft_cost: float = 0.0
     experts: ExpertReads | None = None
+    logits_cost: float = 0.0
 
     @classmethod
     def of(
         cls, kernels: str, bytes_per_weight: float, draft_cost: float = 0.0,
-        experts: ExpertReads | None = None,
+        experts: ExpertReads | None = None, logits_cost: float = 0.0,
     ) -> "StepCost":  # fmt: skip
         """Return the cost with an instruction set, or `cuda`; another name counts as `portable`."""
         rates = PRODUCTS_PER_BYTE.get(kernels, PRODUCTS_PER_BYTE["portable"])
         rate = rates[(bytes_per_weight < _INTEGER_BYTES) + (bytes_per_weight < _HALF_BYTES)]
-        return cls(rate * bytes_per_weight, draft_cost, experts)
+        return cls(rate * bytes_per_weight, draft_cost, experts, logits_cost)
 
     def __call__(self, num_rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the cost of a step with each number of rows, with one pass of the draft model."""
         return np.hypot(self._read(num_rows), num_rows / self.rows_per_read) + self.draft_cost
+
+    def without_drafts(self, num_rows: int) -> float:
+        """Return the cost of a step of `num_rows` rows without drafts."""
+        return float(self(np.array([num_rows]))[0]) - self.logits_cost
 
     def most_gain(self, num_rows: int) -> float:
         """Return an upper bound on the speedup by drafts, a factor of at least 1, in a step of `num_rows` rows.
@@ -96,7 +101,7 @@ class AdaptiveLength:
         self._next_pauses = np.full(max_rows, PAUSES[0])
         self._is_untried = np.ones(max_rows, dtype=bool)  # no draft token was accepted since the start or a pause
         nums = np.arange(1, MAX_DRAFTS + 1)
-        costs, (alone,) = cost(1 + nums) + cost.draft_cost * (nums - 1), cost(np.array([1]))
+        costs, alone = cost(1 + nums) + cost.draft_cost * (nums - 1), cost.without_drafts(1)
         self._first = max(int(np.count_nonzero(costs <= FIRST_COST * alone)), 1)  # most tokens of an untried row
 
     def reset(self, rows: Iterable[int]) -> None:
@@ -145,7 +150,7 @@ class AdaptiveLength:
         num_tokens = num_rows + np.cumsum(gains.ravel()[order])
         costs = self._cost(num_rows + np.arange(1, len(order) + 1))
         costs += self._cost.draft_cost * (np.maximum.accumulate(places[order % len(places)]) - 1)
-        rates = np.concatenate([num_rows / self._cost(np.array([num_rows])), num_tokens / costs])
+        rates = np.append(num_rows / self._cost.without_drafts(num_rows), num_tokens / costs)
         chosen = order[: rates.argmax() if rates.max() > MIN_GAIN * rates[0] else 0] // len(places)
         return np.bincount(chosen, minlength=len(longest))
 
@@ -171,9 +176,7 @@ class LimitedDrafter:
         """Return the method's drafts, with the lengths that the policy chooses."""
         longest = np.clip(self._max_len - rows.num_tokens, 0, self._max_drafts)
         longest[self._is_beam[rows.rows]] = 0
-        limits = self._lengths.limits(rows.rows, longest, len(rows.rows))
-        drafted = np.flatnonzero(limits)
-        return self._method.draft(DraftRows(*(each[drafted] for each in rows)), limits[drafted], step)
+        return self._method.draft(rows, self._lengths.limits(rows.rows, longest, len(rows.rows)), step)
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Pass the counts of a row's drafts to the policy."""
@@ -235,14 +238,15 @@ class LookupDrafter:
 def make_drafter(
     config: SpeculationConfig, batch: PersistentBatch, kernels: str, bytes_per_weight: float,
     draft_model: DraftModel | None = None, draft_cost: float = 0.0, experts: ExpertReads | None = None,
+    logits_cost: float = 0.0,
 ) -> Drafter:  # fmt: skip
     """Return the drafter for the rows of a batch.
 
     kernels: the instruction set that computes, or `cuda`; bytes_per_weight: of the model. draft_model: drafter of the
-    method `draft_model`; draft_cost: bytes of its weights divided by those that a row of the model reads. experts: as a
-    step reads them.
+    methods `draft_model` and `mtp`; draft_cost: bytes of weights that its pass reads, divided by those that a row of
+    the model reads; logits_cost: the part of them that is read for drafts alone. experts: as a step reads them.
     """
-    cost = StepCost.of(kernels, bytes_per_weight, draft_cost, experts)
+    cost = StepCost.of(kernels, bytes_per_weight, draft_cost, experts, logits_cost)
     lengths = AdaptiveLength(cost, len(batch.token_ids))
     if draft_model is not None:
         return LimitedDrafter(draft_model, lengths, config.num_speculative_tokens, batch)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, ConfigReader
-from quire.model.families.mixture import SHARED, with_biased_experts, without_later_layers
+from quire.model.families.mixture import SHARED, with_biased_experts, with_later_layer, without_later_layers
 from quire.model.llama import ACTIVATIONS
 from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.rope import rotary_from_config
@@ -46,7 +46,8 @@ def deepseek_v3(config: ConfigReader) -> DecoderSpec:
     config.choice("topk_method", {"noaux_tc": True}, "noaux_tc")
     config.reject("moe_layer_freq", 1, why="every layer behind the dense ones has experts")
     spec = _latent(config, is_interleaved=config.flag("rope_interleave", True))
-    return with_biased_experts(config, spec, num_experts=256, num_dense=3, is_normalized=True)
+    spec = with_biased_experts(config, spec, num_experts=256, num_dense=3, is_normalized=True)
+    return with_later_layer(config, spec)
 
 
 def deepseek_v32(config: ConfigReader) -> DecoderSpec:
@@ -76,10 +77,11 @@ def _dense_part(config: ConfigReader, *, num_dense: int) -> DecoderSpec:
     assert spec.rotary is not None
     longest = min(spec.max_position_embeddings, config.size("index_topk", 2048))
     weights = replace(spec.weights, skipped=(*spec.weights.skipped, ".indexer."))
-    return replace(
+    spec = replace(
         spec, rotary=replace(spec.rotary, max_positions=longest), weights=weights,
         positions_reason="sparse attention over more than index_topk tokens is not computed",
     )  # fmt: skip
+    return with_later_layer(config, spec)
 
 
 def glm4_moe_lite(config: ConfigReader) -> DecoderSpec:
@@ -88,7 +90,8 @@ def glm4_moe_lite(config: ConfigReader) -> DecoderSpec:
     config.choice("topk_method", {"noaux_tc": True}, "noaux_tc")
     spec = _latent(config, is_interleaved=config.flag("rope_interleave", True))
     kinds = config.strings("mlp_layer_types", LAYER_KINDS)
-    return with_biased_experts(config, spec, num_experts=64, num_active=4, num_dense=1, is_normalized=True, kinds=kinds)
+    spec = with_biased_experts(config, spec, num_experts=64, num_active=4, num_dense=1, is_normalized=True, kinds=kinds)
+    return with_later_layer(config, spec)
 
 
 def mistral4(config: ConfigReader) -> DecoderSpec:

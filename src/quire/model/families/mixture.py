@@ -22,6 +22,7 @@ from quire.model.spec import (
     StackedTensor,
     WeightMap,
     interleaved,
+    with_mtp,
 )
 
 MIXTRAL_THETA = 1_000_000.0
@@ -113,7 +114,8 @@ def glm4_moe(config: ConfigReader) -> DecoderSpec:
     spec = _llama_without_mlp_bias(config.with_default("rms_norm_eps", NORM_EPS), partial_rotary=0.5)
     has_norms = config.flag("use_qk_norm", False)
     spec = spec.with_attention(has_attention_out_bias=False, has_query_key_norm=has_norms)
-    return with_biased_experts(config, spec, num_experts=128, num_active=8, num_dense=1, is_normalized=True)
+    spec = with_biased_experts(config, spec, num_experts=128, num_active=8, num_dense=1, is_normalized=True)
+    return with_later_layer(config, spec)
 
 
 def dots1(config: ConfigReader) -> DecoderSpec:
@@ -203,6 +205,17 @@ def with_biased_experts(
 def without_later_layers(weights: WeightMap, num_layers: int) -> WeightMap:
     """Return names without those of layers behind the last one, which predict later tokens (MTP)."""
     return replace(weights, skipped=tuple(f".layers.{num_layers + index}." for index in range(MAX_MTP_LAYERS)))
+
+
+def with_later_layer(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with the MTP head that is the layer behind the last one, if the config says that there is one."""
+    if not config.size("num_nextn_predict_layers", 0, least=0, limit=MAX_LAYERS):
+        return spec
+    prefixes = tuple(f"{prefix}layers.{spec.num_layers}." for prefix in spec.weights.prefixes)
+    return with_mtp(
+        spec, prefixes=prefixes, layer="", mtp_norms=("enorm", "hnorm"), mtp_projection="eh_proj",
+        final_norm="shared_head.norm",
+    )  # fmt: skip
 
 
 def _llama_without_mlp_bias(config: ConfigReader, *, partial_rotary: float | None = None) -> DecoderSpec:

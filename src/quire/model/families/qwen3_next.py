@@ -1,7 +1,7 @@
 """Qwen3-Next, Qwen3.5 and Qwen3.6: gated delta nets in most layers, gated attention in the others (2025).
 
-Norms are with 1 + weight, but for that of a delta net. A quarter of a head's dimensions is rotated. Parts of a
-checkpoint that predict later tokens (`mtp.`) are not read. Encoders of images are those of `qwen_vl`.
+Norms are with 1 + weight, but for that of a delta net. A quarter of a head's dimensions is rotated. The MTP head of a
+checkpoint (`mtp.`) is read for drafts alone. Encoders of images are those of `qwen_vl`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from quire.model.families.multimodal import text_config
 from quire.model.families.qwen_vl import with_qwen3_5_vision
 from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.llama import llama
-from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames
+from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, with_mtp
 
 PARTIAL_ROTARY = 0.25
 HEAD_DIM = 256
@@ -51,19 +51,19 @@ def qwen3_next(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3-Next: projections of delta nets are stored by key heads."""
     spec = _hybrid(config.with_default("num_key_value_heads", 2))
     mixture = shared_experts(config, 512, 10, is_normalized=config.flag("norm_topk_prob", True))
-    return replace(with_experts(config, spec, mixture), weights=GROUPED_WEIGHTS)
+    return _with_head(config, replace(with_experts(config, spec, mixture), weights=GROUPED_WEIGHTS))
 
 
 def qwen3_5_text(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3.5 or Qwen3.6 for text."""
-    return _hybrid(_with_defaults(config, QWEN3_5_SIZES))
+    return _with_head(config, _hybrid(_with_defaults(config, QWEN3_5_SIZES)))
 
 
 def qwen3_5_moe_text(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3.5 or Qwen3.6 with experts, in all layers, for text."""
     spec = _hybrid(_with_defaults(config, QWEN3_5_MOE_SIZES))
     mixture = shared_experts(config, 256, 8, is_normalized=True)
-    return spec.with_layers(partial(replace, feed_forward=mixture))
+    return _with_head(config, spec.with_layers(partial(replace, feed_forward=mixture)))
 
 
 def qwen3_5(config: ConfigReader) -> DecoderSpec:
@@ -81,6 +81,14 @@ def _text(config: ConfigReader, family: Callable[[ConfigReader], DecoderSpec]) -
     spec = family(text)
     spec = replace(spec, weights=replace(spec.weights, prefixes=("model.language_model.", "model.", "")))
     return with_qwen3_5_vision(config, text, spec)
+
+
+def _with_head(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with its MTP head; published configs of Qwen3-Next do not name theirs."""
+    if not config.size("mtp_num_hidden_layers", 1, least=0, limit=MAX_LAYERS):
+        return spec
+    norms = "pre_fc_norm_embedding", "pre_fc_norm_hidden"
+    return with_mtp(spec, prefixes=("mtp.",), mtp_norms=norms, mtp_projection="fc")
 
 
 def _with_defaults(config: ConfigReader, sizes: dict[str, int]) -> ConfigReader:
