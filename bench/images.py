@@ -22,7 +22,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -189,9 +189,20 @@ def texts(files: Path, rounds: int, threads: int) -> None:
         })  # fmt: skip
 
 
+def cpu_s(parent: int) -> float:
+    """Return the CPU seconds of a process and its children."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            own = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent in (int(folder.name), own):
+                total += sum(int(each.read_text().split()[0]) for each in folder.glob("task/*/schedstat"))
+    return total / 1e9
+
+
 @contextmanager
-def serving(command: list[str], port: int) -> Iterator[None]:
-    """Run a server until it is ready, and end it."""
+def serving(command: list[str], port: int) -> Iterator[int]:
+    """Run a server until it is ready, yield the number of its process, and end it."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(600):
@@ -201,7 +212,7 @@ def serving(command: list[str], port: int) -> Iterator[None]:
                 except OSError:
                     assert process.poll() is None, command
                     time.sleep(0.1)
-            yield
+            yield process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
@@ -253,18 +264,25 @@ def servers(files: Path, rounds: int, dtypes: list[str], llama_server: Path | No
                 continue
             asked = ("first question", "next question", "after another image", "behind a text")
             seconds: dict[str, list[float]] = {each: [] for each in asked}
-            with serving(command, ports[name]):
-                port = ports[name]
+            of_cpu: dict[str, list[float]] = {each: [] for each in asked}
+            with serving(command, port := ports[name]) as process:
+
+                def time_one(what: str, url: str | None, question: str) -> None:
+                    before_s = cpu_s(process)
+                    seconds[what].append(timed(lambda: ask(port, url, question)))  # noqa: B023
+                    of_cpu[what].append(cpu_s(process) - before_s)  # noqa: B023
+
                 ask(port, urls[-1], "Warm?")
                 for number, url in enumerate(urls[:rounds]):
-                    seconds[asked[0]].append(timed(lambda: ask(port, url, "What is it?")))  # noqa: B023
-                    seconds[asked[1]].append(timed(lambda: ask(port, url, "Which colours?")))  # noqa: B023
+                    time_one(asked[0], url, "What is it?")
+                    time_one(asked[1], url, "Which colours?")
                     ask(port, urls[-2], f"Number {number}?")
-                    seconds[asked[2]].append(timed(lambda: ask(port, url, "Is it noise?")))  # noqa: B023
+                    time_one(asked[2], url, "Is it noise?")
                     ask(port, None, f"{known} {number}?")
-                    seconds[asked[3]].append(timed(lambda: ask(port, None, f"{known} Which colours?")))  # noqa: B023
-            for what, each in seconds.items():
-                shown(f"{name}, {dtype}, {what}", each)
+                    time_one(asked[3], None, f"{known} Which colours?")
+            for what in asked:
+                shown(f"{name}, {dtype}, {what}", seconds[what])
+                shown(f"{name}, {dtype}, {what}, CPU of all processes", of_cpu[what])
 
 
 def main(

@@ -21,8 +21,9 @@ from quire.core.sampling_params import as_sampling_params
 from quire.core.token_ids import pack_tokens
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.engine.sizing import ModelLimits, with_images
 from quire.kernels.choice import choose_back_end
-from quire.model.config import num_parameters, spec_from_config
+from quire.model.config import activation_bytes, num_parameters, spec_from_config
 from quire.model.loader import load_model
 from quire.model.source import read_folder
 from quire.model.vision import flops
@@ -39,6 +40,7 @@ from support.image_prompts import (
     PROCESSOR_FILE,
     RANDOM,
     answers,
+    check_memory_of_encoding,
     check_rounded_encoder,
     generate,
     open_llm,
@@ -73,6 +75,7 @@ GEMMA3 = {
 }  # fmt: skip
 FAMILIES = {"llava": ("Llava", LLAVA), "gemma3": ("Gemma3", GEMMA3)}
 SIZE = {"height": 56, "width": 56}
+CPU = replace(HARDWARE["H100"], device="cpu")
 PROCESSORS = {"llava": {"size": {"shortest_edge": 56}, "crop_size": SIZE}, "gemma3": {"size": SIZE}}
 
 
@@ -255,6 +258,21 @@ def test_batched_requests_of_a_rounded_model_have_their_bits(folder: Path, alone
         by_themselves = [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
     assert by_themselves != alone
     with open_llm(folder, quantization="int8") as llm:
+        assert answers(llm, PROMPTS, PARAMS) == by_themselves
+
+
+@pytest.mark.parametrize("mode", ["gather", "reduce"])
+def test_ranks_have_the_bits_of_requests_alone(mode: str, folder: Path, alone: list[list[Answer]]) -> None:
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_mode": mode}
+    small = {"image_cache_memory": NUM_ROWS * 48 * 4}       # of one image: the others are dropped, on all ranks
+    with open_llm(folder, max_num_batched_tokens=24, enable_prefix_caching=False, **settings, **small) as llm:
+        by_themselves = [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+        if mode == "gather":
+            assert by_themselves == alone
+        options = EngineOptions(str(folder), max_model_len=128, **settings)
+        plans = [plan_memory(read_model(str(folder)), CPU, options, num_ranks) for num_ranks in (1, 2)]
+        assert llm._engine.ready.weights_bytes == plans[1].weight_bytes
+        assert plans[1].vision_weight_bytes == 2 * plans[0].vision_weight_bytes
         assert answers(llm, PROMPTS, PARAMS) == by_themselves
 
 
@@ -490,7 +508,6 @@ def shared(llava: Path) -> Iterator[LLM]:
     [
         ({"kv_disk_dir": "disk", "kv_disk_size": "64MiB"}, "they are not served with kv_disk_dir"),
         ({"record": "run.quirelog"}, "they are not served with record"),
-        ({"tensor_parallel_size": 2}, "they are not served with tensor_parallel_size 2"),
         ({"memory_policy": "contiguous-max"}, "they are not served with memory_policy 'contiguous-max'"),
     ],
 )
@@ -521,12 +538,31 @@ def test_files_without_a_processor_serve_text_alone(
 def test_a_plan_tells_what_an_image_takes(llava: Path) -> None:
     found = plan_memory(read_model(str(llava)), HARDWARE["H100"], EngineOptions(str(llava), max_model_len=128))
     assert (found.image_tokens, found.image_bytes, found.vision_weight_bytes) == (0, 0, 0)     # not loaded there
-    own = replace(HARDWARE["H100"], device="cpu")
-    found = plan_memory(read_model(str(llava)), own, EngineOptions(str(llava), max_model_len=128))
+    found = plan_memory(read_model(str(llava)), CPU, EngineOptions(str(llava), max_model_len=128))
     vision = load_model(llava, back_end=choose_back_end("cpu")).weight_bytes
     text = weight_bytes(replace(read_folder(llava).spec, vision=None), "float32")
     expected = (NUM_ROWS, NUM_ROWS * 48 * 4, vision - text)
     assert (found.image_tokens, found.image_bytes, found.vision_weight_bytes) == expected
+    assert found.most_image_tokens == NUM_ROWS
+
+
+def test_encoding_takes_no_more_memory_than_is_planned_for(folder: Path) -> None:
+    check_memory_of_encoding(folder, picture(1))
+
+
+def test_the_kv_cache_leaves_room_for_images(llava: Path) -> None:
+    vision = read_folder(llava).spec.vision
+    assert vision is not None
+    options = EngineOptions(str(llava), image_cache_memory="1MiB", data_parallel_size=2)
+    limits, active = ModelLimits(256, 768, None, scratch_bytes=5), activation_bytes(vision, NUM_ROWS, 4)
+    taken = 5 + (1 << 20) + active
+    assert with_images(options, limits, vision, NUM_ROWS, 4, 2 * taken + 1).scratch_bytes == taken
+    expected = f"16 tokens takes {active} bytes while it is encoded, and image_cache_memory 1048576, 2 times"
+    with pytest.raises(ConfigError, match=expected):
+        with_images(options, limits, vision, NUM_ROWS, 4, 2 * taken)
+    model, machine = read_model(str(llava)), replace(CPU, memory_bytes=270 << 20)
+    plans = [plan_memory(model, machine, EngineOptions(image_cache_memory=size)) for size in ("256MiB", "1MiB")]
+    assert 0 < plans[0].cache.num_blocks < plans[1].cache.num_blocks
 
 
 def test_settings_of_the_cache_are_checked(llava: Path) -> None:

@@ -40,6 +40,7 @@ from support.image_prompts import (
     PROCESSOR_FILE,
     RANDOM,
     answers,
+    check_memory_of_encoding,
     check_rounded_encoder,
     generate,
     open_llm,
@@ -257,6 +258,10 @@ def test_bfloat16_error_of_a_tower_is_at_most_1_2_times_that_of_transformers(fam
 
 def test_an_encoder_beside_a_rounded_model_is_of_int8(folder: Path) -> None:
     check_rounded_encoder(folder, list(map(picture, range(len(SIZES)))))
+
+
+def test_encoding_takes_no_more_memory_than_is_planned_for(folder: Path) -> None:
+    check_memory_of_encoding(folder, random_image(1, 28 * UNIT, 28 * UNIT, (28, 28)))
 
 
 def test_answers_equal_transformers(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Prompts with images for an engine in the process, past the reading of files and texts."""
 
 import json
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from quire.core.image_processing import PreparedImage, image_settings, pixel_val
 from quire.engine.requests.input_processor import TokenizedPrompt
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
+from quire.model.config import activation_bytes
 from quire.model.loader import load_model
 from quire.model.quantization import Method, QuantizationOptions
 from quire.model.source import read_folder
@@ -70,6 +72,20 @@ def check_rounded_encoder(folder: Path, pictures: Sequence[PreparedImage], most:
     for each in (rounded, rows("int8", choose_back_end("cpu", "reference"))):
         error = (each - exact).square().mean().sqrt() / exact.square().mean().sqrt()
         assert 0.005 < error < most
+
+
+def check_memory_of_encoding(folder: Path, picture: PreparedImage) -> None:
+    """Check that arrays take no more than what is planned for, and not a small part of that."""
+    tower = load_model(folder, back_end=choose_back_end("cpu", "cpp")).vision
+    assert tower is not None
+    num_rows = len(np.asarray(tower.encode(pixel_values(_SETTINGS, picture))))
+    tracemalloc.start()
+    try:
+        tower.encode(pixel_values(_SETTINGS, picture))
+        found = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found <= activation_bytes(tower.spec, num_rows, 4) < 8 * found
 
 
 def text(seed: int, count: int) -> list[int]:

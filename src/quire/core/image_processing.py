@@ -81,6 +81,13 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
         """Fewest placeholders of an image of any size."""
         return max(1, ceil(self.min_pixels / self.unit**2)) + self.has_row_ends
 
+    @property
+    def most_tokens(self) -> int:
+        """Most placeholders of an image."""
+        if self.resize == "any":
+            return min(self.max_pixels // self.unit**2, MAX_PATCHES // self.pool**2)
+        return self.num_tokens((ceil(self.height / self.unit), ceil(self.width / self.unit)))
+
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Return the number of placeholders of an image with a grid."""
         return grid[0] * (grid[1] + self.has_row_ends) + self.num_extra

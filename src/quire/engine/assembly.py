@@ -42,7 +42,7 @@ from quire.engine.options import EngineOptions
 from quire.engine.recording.fault_files import keep_recent_plans
 from quire.engine.recording.recorded_scheduler import RecordedScheduler, make_recorded_scheduler
 from quire.engine.requests.input_processor import InputProcessor
-from quire.engine.sizing import size_engine
+from quire.engine.sizing import most_image_tokens, size_engine, with_images
 from quire.execution.batch import AdapterRows, PersistentBatch
 from quire.execution.device import HostDevice, StepLimits
 from quire.execution.drafter import Drafter
@@ -56,12 +56,12 @@ from quire.model.config import UnknownArchitectureError, expert_reads, num_layer
 from quire.model.decoder import MAX_STEP_IMAGE_TOKENS, Decoder
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
-from quire.model.merging_vision import merged_flops
+from quire.model.merging_vision import MergingTower, merged_flops
 from quire.model.mtp import MtpHead
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.spec import DecoderSpec
-from quire.model.vision import flops
+from quire.model.vision import VisionTower, flops
 from quire.scheduling.image_encodings import ImageEncodings
 from quire.scheduling.scheduler import Scheduler, make_scheduler
 from quire.scheduling.waiting_lines import Lack
@@ -209,12 +209,17 @@ def build_engine(
         limits.max_position_embeddings, options.block_size,
     )  # fmt: skip
     kv_bytes = device.kv_bytes(loaded.model, step, slots) if ranks is None else ranks.kv_bytes(device, step, slots)
+    images = _image_inputs(options, loaded, ranks, step.max_num_batched_tokens)
+    if isinstance(images, ImageInputs):
+        vision = _vision(loaded.model, ranks)
+        most = most_image_tokens(vision.spec, images.settings, images.max_tokens)
+        limits = with_images(options, limits, vision.spec, most, vision.itemsize, kv_bytes)
     cache, scheduling = size_engine(
         options, limits, kv_bytes, device.kv_share, device.default_swap_bytes(), device.default_batched_tokens
     )
     if ranks is not None:
         ranks.allocate(cache, scheduling)
-    engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots, member)
+    engine = _build(options, loaded, cache, scheduling, grammars, draft_model, ranks, slots, member, images)
     if tokenizer is not None and (template := options.given_chat_template) is not None:
         tokenizer.use_chat_template(template)
     ready = _ready(loaded, engine, cache, scheduling, is_static=options.batching == "static")
@@ -259,7 +264,7 @@ def _draft_model(
 def _build(
     options: EngineOptions, loaded: LoadedModel, cache: CacheConfig, scheduling: SchedulerConfig,
     grammars: ConstrainedDecoding | None, draft_model: LoadedDraftModel | None, ranks: "RankSet | None",
-    slots: "TritonSlots | None", member: FleetMember | None,
+    slots: "TritonSlots | None", member: FleetMember | None, images: ImageInputs | str,
 ) -> Engine:  # fmt: skip
     """Allocate the KV cache, the batch and the swap space; return the engine over them."""
     model, device = loaded.model, loaded.device
@@ -278,10 +283,9 @@ def _build(
         )  # fmt: skip
     drafter = _drafter(options, batch, model, draft_model, method)
     adapters, rows = _adapters(options, model, ranks, slots)
-    images, no_images_reason = _image_inputs(options, loaded, ranks, scheduling.max_num_batched_tokens)
     rows_of_images = None
-    if images is not None and isinstance(model, Decoder) and model.vision is not None:
-        rows_of_images = ImageRows(model.vision, images.settings)
+    if isinstance(images, ImageInputs):
+        rows_of_images = ImageRows(_vision(model, ranks), images.settings)
     compute = StepCompute(
         model, kv, batch, swapper, None if grammars is None else grammars.rows, drafter, rows, rows_of_images
     )
@@ -305,9 +309,10 @@ def _build(
     if options.kv_role != "none" or member is not None:
         peers = open_peers(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model, member)
     engine = Engine(scheduler, executor, grammars, adapters, disk=disk, peers=peers)
-    engine.no_images_reason = no_images_reason
-    if images is not None:
+    if isinstance(images, ImageInputs):
         scheduler.planner.images = ImageEncodings(images)
+    else:
+        engine.no_images_reason = images
     if options.record is None:
         keep_recent_plans(engine, options, scheduling, cache)
     return engine
@@ -315,15 +320,14 @@ def _build(
 
 def _image_inputs(
     options: EngineOptions, loaded: LoadedModel, ranks: "RankSet | None", batched_tokens: int
-) -> tuple[ImageInputs | None, str]:
-    """Return the images that an engine accepts; or None, and the reason. ConfigError for a cache of less than one."""
+) -> ImageInputs | str:
+    """Return the images that an engine accepts, or the reason for none. ConfigError for a cache of less than one."""
     model = loaded.model if ranks is None else ranks.own_model
     spec = model.spec.vision if isinstance(model, Decoder) else None
     if spec is None:
-        return None, TEXT_ALONE
+        return TEXT_ALONE
     refused = {
         "device cuda": not isinstance(loaded.device, HostDevice),
-        f"tensor_parallel_size {options.tensor_parallel_size}": options.tensor_parallel_size > 1,
         f"memory_policy {options.memory_policy!r}": options.memory_policy != "paged",
         "kv_disk_dir": options.kv_disk_dir is not None,   # numbers of images do not outlast a start
         "kv_events_config": options.kv_events is not None,
@@ -332,16 +336,17 @@ def _image_inputs(
         f"prefill_engines {options.prefill_engines}": options.prefill_engines > 0,
         f"max_num_batched_tokens {batched_tokens}, above {MAX_STEP_IMAGE_TOKENS}":
             spec.has_places and batched_tokens > MAX_STEP_IMAGE_TOKENS,
+        # Ranks compare the files of the model, not that one.
+        f"mmproj on {options.nnodes} machines": options.mmproj is not None and options.nnodes > 1,
         f"an encoder of {spec.num_channels} channels": spec.num_channels != NUM_CHANNELS,
     }  # fmt: skip
     for name, is_asked in refused.items():
         if is_asked:
-            return None, f"they are not served with {name}"
+            return f"they are not served with {name}"
     assert isinstance(model, Decoder)
-    assert model.vision is not None, "an encoder that was not loaded"
-    row_bytes, settings = spec.row_width * model.vision.itemsize, loaded.image_settings
+    row_bytes, settings = spec.row_width * _vision(model, None).itemsize, loaded.image_settings
     if settings is None:
-        return None, "the settings of the model's image processor cannot be used, for a reason that the log has"
+        return "the settings of the model's image processor cannot be used, for a reason that the log has"
     num_bytes, token_flops = parse_bytes(options.image_cache_memory, "image_cache_memory"), _token_flops(model.spec)
     least = spec.num_tokens if spec.merging is None else settings.least_tokens
     if num_bytes < least * row_bytes:
@@ -352,12 +357,20 @@ def _image_inputs(
     max_tokens, size = int(num_bytes // row_bytes), spec.image_size
     if spec.merging is None:
         cost = math.ceil(flops(spec) / token_flops)
-        return ImageInputs(settings, spec.num_tokens, (size, size), cost, max_tokens, spec.sees_whole), ""
+        return ImageInputs(settings, spec.num_tokens, (size, size), cost, max_tokens, spec.sees_whole)
     row_flops, pair_flops = merged_flops(spec)
     return ImageInputs(
         settings, 0, (spec.unit, spec.unit), 0, max_tokens, token_cost=row_flops / token_flops,
         pair_cost=pair_flops / token_flops,
-    ), ""
+    )
+
+
+def _vision(model: LanguageModel, ranks: "RankSet | None") -> VisionTower | MergingTower:
+    """Return the encoder of a model of images, of several ranks that of rank 0."""
+    own = model if ranks is None else ranks.own_model
+    assert isinstance(own, Decoder)
+    assert own.vision is not None, "an encoder that was not loaded"
+    return own.vision
 
 
 def _token_flops(spec: DecoderSpec) -> float:

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.arrays import FLOAT32, dtype_name
 from quire.core.errors import ConfigError, ModelError
-from quire.core.image_processing import (
-    ImageSettings,
-    PixelLimits,
-    image_settings,
-    settings_of_any_size,
-    settings_of_bounded_size,
-)
+from quire.core.image_processing import ImageSettings, PixelLimits
 from quire.core.kv_identity import KVIdentity
 from quire.core.pooling import PoolerConfig
 from quire.engine.devices import open_device
@@ -37,8 +31,8 @@ from quire.model.loader import load_model
 from quire.model.mtp import MtpHead
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import Ranks, Shard, check_shardable
-from quire.model.source import ModelSource
-from quire.model.spec import DecoderSpec, VisionSpec
+from quire.model.source import image_settings_of
+from quire.model.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from quire.model.packed_weights import PackedPlace
@@ -94,8 +88,8 @@ def load(
             else "bounds edges of images, not their area"
         )  # fmt: skip
         raise ConfigError(f"mm_processor_kwargs {options.mm_processor_kwargs!r}: the model {what}")
-    head_dim, computes_images = spec.head_dim, device_type == "cpu" and options.tensor_parallel_size == 1
-    if spec.vision is not None and computes_images and serves_head_dim(head_dim):
+    head_dim = spec.head_dim
+    if spec.vision is not None and device_type == "cpu" and serves_head_dim(head_dim):
         head_dim = spec.vision.tower.head_dim   # the encoder runs on the same back end
     back_end = choose_back_end(
         device.tensor_device, isa=options.cpu_isa, head_dim=head_dim, is_exact=options.exact is True,
@@ -137,31 +131,8 @@ def load(
     limits = replace(limits, max_position_embeddings=num_positions, default_positions=None)
     return LoadedModel(
         model, limits, ends, device, quantization, sampling, pooler.config, pooler.reason, model.spec.generates,
-        None if spec.vision is None else _image_settings(source, spec.vision, options.pixel_limits),
+        None if spec.vision is None else image_settings_of(source, spec.vision, options.pixel_limits),
     )
-
-
-def _image_settings(source: ModelSource, vision: VisionSpec, limits: PixelLimits) -> ImageSettings | None:
-    """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
-    try:
-        if vision.has_row_ends:
-            return settings_of_bounded_size(
-                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-                patch_size=vision.patch_size, pool=vision.pool,
-            )  # fmt: skip
-        if vision.merging is not None:
-            return settings_of_any_size(
-                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-                patch_size=vision.patch_size, pool=vision.pool, num_frames=vision.merging.num_frames, limits=limits,
-            )  # fmt: skip
-        return image_settings(
-            *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-            image_size=vision.image_size, patch_size=vision.patch_size, pool=vision.pool,
-            num_extra=int(vision.keeps_class_token),
-        )  # fmt: skip
-    except ModelError as error:
-        log.warning("images of requests are refused: %s", error)
-        return None
 
 
 def packed_place(options: EngineOptions, back_end: str, *, must_write: bool) -> "PackedPlace | None":

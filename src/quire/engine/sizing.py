@@ -7,8 +7,11 @@ from quire.cache.states import most_slots
 from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, SchedulerConfig
 from quire.core.errors import ConfigError
 from quire.core.host_limits import HOST_KV_SHARE
+from quire.core.image_processing import MAX_PATCHES, ImageSettings
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
+from quire.model.config import activation_bytes
+from quire.model.spec import VisionSpec
 from quire.scheduling.limits import AdmissionLimits
 
 log = logging.getLogger(__name__)
@@ -25,11 +28,43 @@ class ModelLimits:
     sliding_window: int | None
     table_bytes_per_position: int = 0     # bytes of rotary tables
     default_positions: int | None = None  # the longest sequence unless max_model_len is set; None: the first field
-    scratch_bytes: int = 0                # keys and values outside of the pool: a draft model's
+    scratch_bytes: int = 0                # outside of the pool: keys and values of a draft model, images
     positions_reason: str = ""            # for `max_position_embeddings`, if they are not the model's own limit
     has_tails: bool = False               # as in `KVGeometry`
     slot_bytes: int = 0                   # states of a sequence at one place; 0: the model keeps none
     num_swap_shares: int = 1              # GPUs that divide the host's swap space, each with `kv_bytes_per_token`
+
+
+def with_images(
+    options: EngineOptions, limits: ModelLimits, vision: VisionSpec, most_tokens: int, itemsize: int, free_bytes: int
+) -> ModelLimits:
+    """Return limits that leave memory for the encodings that are kept, and for encoding an image of `most_tokens`.
+
+    itemsize: of the encoder's dtype. ConfigError if nothing is left beside them.
+    """
+    num_kept = parse_bytes(options.image_cache_memory, "image_cache_memory")
+    num_active, num_engines = activation_bytes(vision, most_tokens, itemsize), options.data_parallel_size
+    num_ranks = options.tensor_parallel_size // options.nnodes  # each encodes by itself
+    scratch_bytes = limits.scratch_bytes + num_ranks * (num_kept + num_active)
+    if num_engines * scratch_bytes >= free_bytes:
+        num_times = num_engines * num_ranks
+        cause = "max_pixels (mm_processor_kwargs) or " if vision.has_places else ""
+        raise ConfigError(
+            f"an image of {most_tokens} tokens takes {num_active} bytes while it is encoded, and image_cache_memory "
+            f"{num_kept}{'' if num_times == 1 else f', {num_times} times (engines and ranks)'}, but {free_bytes} are "
+            f"free; lower {cause}image_cache_memory"
+        )
+    return replace(limits, scratch_bytes=scratch_bytes)
+
+
+def most_image_tokens(vision: VisionSpec, settings: ImageSettings | None, max_tokens: int) -> int:
+    """Return the most placeholders of an image that a client can send; `max_tokens`: what the encoder cache holds.
+
+    settings: of the model's processor; None: they are not known.
+    """
+    if settings is not None:
+        return min(max_tokens, settings.most_tokens)
+    return vision.num_tokens if vision.merging is None else min(max_tokens, MAX_PATCHES // vision.pool**2)
 
 
 def table_positions(

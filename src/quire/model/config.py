@@ -27,11 +27,12 @@ from quire.model.shapes import (
     layer_shapes,
     vision_shapes,
 )
-from quire.model.spec import DecoderSpec, Experts, SpecError
+from quire.model.spec import DecoderSpec, Experts, SpecError, VisionSpec
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 EOS_KEY = "eos_token_id"
 DTYPES = "float32", "bfloat16", "float16"
+FLOAT_BYTES = 4     # float32: pixels, and what is added up
 BASE_MODEL, WITH_HEAD = "Model", "ForCausalLM"  # ends of names of architectures
 
 
@@ -168,6 +169,24 @@ def num_parameters(spec: DecoderSpec) -> int:
     num_head = num_elements(head) - num_tied if spec.has_head else 0
     vision = () if spec.vision is None else vision_shapes(spec.vision)
     return sum(map(num_elements, (*around, *_shapes_of_layers(spec), *vision))) + num_head
+
+
+def activation_bytes(spec: VisionSpec, num_tokens: int, itemsize: int) -> int:
+    """Return the most bytes that an image of `num_tokens` rows takes while it is encoded, beside weights.
+
+    They are of its pixels and rows, and of its patches in float32 and in the tower's dtype, or of the widest layer with
+    its keys and values, whichever is more. itemsize: of the tower's dtype.
+    """
+    tower, merging = spec.tower, spec.merging
+    num_rows = spec.grid**2 + spec.has_class_token if merging is None else num_tokens * spec.pool**2
+    num_values = num_rows * spec.num_channels * spec.patch_size**2
+    num_frames = 1 if merging is None else merging.num_frames
+    patches = num_values * (FLOAT_BYTES + num_frames * (FLOAT_BYTES + itemsize))
+    inner = max(each.active_size for each in tower.feed_forwards)
+    kept = sum(2 * each.num_kv_heads * each.head_dim for each in tower.attentions[:1])
+    layer = num_rows * (2 * tower.hidden_size * FLOAT_BYTES + max(3 * inner, 4 * tower.mixed_width) * itemsize)
+    layer += (1 << (num_rows + num_rows // 4).bit_length()) * kept * itemsize     # a power of two of blocks
+    return num_values * FLOAT_BYTES + 2 * num_tokens * spec.row_width * itemsize + max(patches, layer)
 
 
 def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:

@@ -95,8 +95,7 @@ class Decoder:
         tokens = weights.embedding(shapes.embedding, shapes.head if is_head_whole else None)
         self.embedding = Embedding(spec, shapes, weights, tokens.taken)
         frequencies = {each: inverse_frequencies(each, max_positions) for each in spec.rotaries}
-        reads_images = spec.vision is not None and ranks is None and str(self.device) == "cpu"
-        merging = spec.vision.merging if spec.vision is not None and reads_images else None
+        merging = spec.vision.merging if spec.vision is not None and str(self.device) == "cpu" else None
         axes = () if merging is None else merging.axes
         num_free = MAX_STEP_IMAGE_TOKENS if axes else 0
         self._rotary = RotaryTables(

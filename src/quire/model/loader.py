@@ -108,7 +108,7 @@ def build_decoder(
     longest = min(max_positions or spec.default_positions, spec.max_position_embeddings)
     num_positions = min(table_positions or longest, longest)
     decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype, max_truncated)
-    if spec.vision is not None and ranks is None and str(device) == "cpu":
+    if spec.vision is not None and str(device) == "cpu":  # each rank encodes images by itself
         tower = VisionTower if spec.vision.merging is None else MergingTower
         decoder.vision = tower(spec.vision, weights, decoder.progress)
     weights.warn_of_unread()

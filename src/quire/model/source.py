@@ -3,20 +3,30 @@
 Sources of other formats are in `quire.formats`.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quire.core.errors import ModelError
-from quire.core.image_processing import read_processor
+from quire.core.image_processing import (
+    ImageSettings,
+    PixelLimits,
+    image_settings,
+    read_processor,
+    settings_of_any_size,
+    settings_of_bounded_size,
+)
 from quire.model.config import eos_token_ids, read_config, resolved_dtype, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
 from quire.model.quantization import CONFIG_KEYS, Quantization, QuantizationOptions, resolve
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, VisionSpec
 
 if TYPE_CHECKING:
     from quire.model.weight_format import StoredTensors
+
+log = logging.getLogger(__name__)
 
 
 class ModelSource(Protocol):
@@ -91,6 +101,31 @@ def read_folder(path: Path) -> FolderSource:
     if is_quantized(config):
         raise ModelError(f"{place}: weights are quantized, and only floating-point weights are read here")
     return FolderSource(path, config, place, spec_from_config(config, place))
+
+
+def image_settings_of(
+    source: ModelSource, vision: VisionSpec, limits: PixelLimits
+) -> ImageSettings | None:
+    """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
+    try:
+        if vision.has_row_ends:
+            return settings_of_bounded_size(
+                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+                patch_size=vision.patch_size, pool=vision.pool,
+            )  # fmt: skip
+        if vision.merging is not None:
+            return settings_of_any_size(
+                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+                patch_size=vision.patch_size, pool=vision.pool, num_frames=vision.merging.num_frames, limits=limits,
+            )  # fmt: skip
+        return image_settings(
+            *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+            image_size=vision.image_size, patch_size=vision.patch_size, pool=vision.pool,
+            num_extra=int(vision.keeps_class_token),
+        )  # fmt: skip
+    except ModelError as error:
+        log.warning("images of requests are refused: %s", error)
+        return None
 
 
 def is_quantized(config: Mapping[str, object]) -> bool:

@@ -144,7 +144,7 @@ def weight_bytes(
     is_head_kept |= of_one_token and spec.has_head
     is_head_kept &= not spec.is_mtp
     total = sum(kept(shape, prefix) for shape in (MtpShapes.of(spec) if spec.is_mtp else around[:-1]))
-    if not of_one_token and shard is None:
+    if not of_one_token:
         total += vision_bytes(spec, dtype, packing, quantization)
     for index, layer in enumerate(spec.layers):
         stem = prefix + spec.weights.layer.format(layer=index)
@@ -159,7 +159,7 @@ def weight_bytes(
 def vision_bytes(
     spec: DecoderSpec, dtype: str, packing: Packing = CPU_PACKING, quantization: Quantization = UNQUANTIZED
 ) -> int:
-    """Return the bytes of the weights of a model's encoder of images; 0: it has none. A rank's model has none."""
+    """Return the bytes of the weights of a model's encoder of images, which each rank has; 0: it has none."""
     shapes = [] if spec.vision is None else vision_shapes(spec.vision)
     return sum(
         _kept_bytes(shape, dtype, packing, quantization.vision if is_rounded(shape) else UNQUANTIZED.layers)

@@ -18,15 +18,17 @@ from quire.cache.states import most_sequences
 from quire.core.config import QUANTIZED, CacheConfig, KVDtype, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import file_inside, is_gguf
+from quire.core.options import parse_bytes
 from quire.core.plan import StepPlan
 from quire.core.speculation import ScratchBlocks
-from quire.engine.formats import find_pooler
+from quire.engine.formats import find_pooler, read_source
 from quire.engine.options import EngineOptions
-from quire.engine.sizing import ModelLimits, size_engine
-from quire.model.config import expert_reads, num_parameters
+from quire.engine.sizing import ModelLimits, most_image_tokens, size_engine, with_images
+from quire.model.config import activation_bytes, expert_reads, num_parameters
 from quire.model.kv_cache import KVGeometry, LayerTail
 from quire.model.quantization import UNQUANTIZED
 from quire.model.sharding import Mode, Shard, check_shardable
+from quire.model.source import image_settings_of
 from quire.model.spec import DecoderSpec, widest_window
 from quire_lab.sim.footprint import (
     CPU_PACKING,
@@ -82,6 +84,8 @@ class MemoryPlan:
     image_bytes: int = 0         # an image's encoding
     image_size: str = ""         # pixels of that image, where they have any size
     vision_weight_bytes: int = 0  # the encoder of images, counted in `weight_bytes`, too
+    most_image_tokens: int = 0   # placeholders of the largest image
+    encoding_bytes: int = 0      # what it takes while it is encoded; the KV cache leaves room for it
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -102,7 +106,7 @@ def plan_memory(
     `num_devices`: alike GPUs with tensor parallelism; on a CPU, processes of the one machine, counted together.
     `draft`: the draft model of `options.speculation`; it is kept whole on each device.
     """
-    if hardware.device != "cpu" or num_devices > 1:
+    if hardware.device != "cpu":
         model = model._replace(spec=replace(model.spec, vision=None))  # it is not loaded there
     spec, packing = model.spec, _packing(hardware)
     kv_dtype = packing.kernel_dtype(model.dtype) if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
@@ -128,12 +132,15 @@ def plan_memory(
     free_bytes = _free_bytes(model, hardware, options, num_devices, weights + draft_bytes, workspaces)
     if hardware.device == "cuda" and options.kv_cache_memory is None:
         options = replace(options, kv_cache_memory=free_bytes)
-    longest = _default_positions(model, options)
+    longest, images = _default_positions(model, options), _images(model, packing, options, num_ranks)
     limits = ModelLimits(
         spec.max_position_embeddings, token_bytes, widest_window(windows), default_positions=longest,
         scratch_bytes=scratch_bytes, num_swap_shares=num_devices, positions_reason=spec.positions_reason,
         slot_bytes=slot_bytes,
     )  # fmt: skip
+    if spec.vision is not None:
+        most, itemsize = images["most_image_tokens"], DTYPE_BYTES[packing.kernel_dtype(model.dtype)]
+        limits = with_images(options, limits, spec.vision, most, itemsize, free_bytes)
     cache, scheduler = size_engine(options, limits, free_bytes, default_batched_tokens=batched_tokens)
     kv_bytes = cache.num_blocks * cache.block_size * token_bytes + cache.num_state_slots * slot_bytes
     kv_bytes *= num_engines
@@ -168,12 +175,12 @@ def plan_memory(
         binds=_what_binds(cache, scheduler, options.max_model_len or longest),
         windows=describe_windows(windows),
         exchanges=_exchanges(model, packing, num_devices * num_ranks, exchange_mode(mode, hardware.device)),
-        **_images(model, packing),
+        **images,
     )
 
 
-def _images(model: FoundModel, packing: Packing) -> dict[str, Any]:
-    """Return the fields of images."""
+def _images(model: FoundModel, packing: Packing, options: EngineOptions, num_ranks: int) -> dict[str, Any]:
+    """Return the fields of images; each rank has all of the encoder, and encodes."""
     vision = model.spec.vision
     if vision is None:
         return {}
@@ -182,11 +189,18 @@ def _images(model: FoundModel, packing: Packing) -> dict[str, Any]:
     if vision.merging is not None:
         side, size = round(SHOWN_EDGE / vision.unit), f"{SHOWN_EDGE} x {SHOWN_EDGE}"
         num_tokens = side * (side + vision.has_row_ends)
+    settings = None
+    if model.folder is not None:
+        settings = image_settings_of(read_source(model.folder, mmproj=options.mmproj), vision, options.pixel_limits)
+    kept_bytes = parse_bytes(options.image_cache_memory, "image_cache_memory")
+    most = most_image_tokens(vision, settings, kept_bytes // (vision.row_width * element_bytes))
     return {
+        "most_image_tokens": most,
+        "encoding_bytes": num_ranks * activation_bytes(vision, most, element_bytes),
         "image_tokens": num_tokens,
         "image_bytes": num_tokens * vision.row_width * element_bytes,
         "image_size": size,
-        "vision_weight_bytes": vision_bytes(model.spec, model.dtype, packing, model.quantization),
+        "vision_weight_bytes": num_ranks * vision_bytes(model.spec, model.dtype, packing, model.quantization),
     }
 
 

@@ -83,7 +83,7 @@ class RankedModel:
         self._model, self._link = model, link
         self.vocab_size, self.dtype, self.device = model.vocab_size, model.dtype, model.device
         self.back_end, self.kv_geometry, self.progress = model.back_end, model.kv_geometry, model.progress
-        self.layer_flops, self.spec = model.layer_flops, model.spec
+        self.layer_flops, self.spec, self.vision = model.layer_flops, model.spec, model.vision
         self.num_parameters, self.weight_bytes = num_parameters(model.spec), weight_bytes
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:

@@ -24,6 +24,7 @@ from quire.engine.parallel.link import RankExchange
 from quire.engine.parallel.peer import Commands
 from quire.execution.batch import PersistentBatch
 from quire.execution.device import StepLimits
+from quire.execution.image_rows import ImageRows
 from quire.execution.worker import StepCompute
 from quire.extension.isas import set_threads_of_kernels, usable_isas
 from quire.model.decoder import Decoder
@@ -95,7 +96,10 @@ def bring_up(
         swapper = device.swapper(
             cache, geometry, num_swap_blocks, model.back_end, options.swap_dir, sizes.num_swap_slots
         )  # fmt: skip
-    compute = StepCompute(model, cache, batch, swapper, adapters=rows)
+    images, settings = None, loaded.image_settings
+    if model.vision is not None and settings is not None:
+        images = ImageRows(model.vision, settings)
+    compute = StepCompute(model, cache, batch, swapper, adapters=rows, images=images)
     if options.device == "cuda":
         from quire.engine.parallel.gpu_ranks import GpuRank  # noqa: PLC0415 (loads torch)
 
