@@ -9,6 +9,8 @@ inline Floats silu(Floats x) { return x / (exp(-x) + splat(1.0f)); }
 
 inline Floats relu(Floats x) { return choose((Words)(x < splat(0.0f)), Floats{}, x); }
 
+inline Floats relu2(Floats x) { return relu(x) * relu(x); }
+
 // gpt-oss's gate, at most 7, times its sigmoid at 1.702 times the gate, times an up of -7 to 7, plus 1.
 inline Floats clamped_silu_and_mul(Floats gate, Floats up) {
     const Floats limit = splat(7.0f);

@@ -31,6 +31,8 @@ template <typename T>
 void delta_net(const DeltaNet<T>&);
 template <typename T>
 void gate(const Gate<T>&);
+template <typename T>
+void mamba(const Mamba<T>&);
 
 const Kernels kernels = {
     {linear<bf16>, linear<float>},
@@ -49,6 +51,7 @@ const Kernels kernels = {
     {short_conv<bf16>, short_conv<float>},
     {delta_net<bf16>, delta_net<float>},
     {gate<bf16>, gate<float>},
+    {mamba<bf16>, mamba<float>},
 };
 
 }  // namespace quire::ISA

@@ -18,7 +18,7 @@ inline long rounded_up(long count, long multiple) { return (count + multiple - 1
 // Activation of a linear layer's sums: none, an activation, or silu, gelu or gelu_tanh of a gate times an up, of two sums
 // (Shazeer 2020), or gpt-oss's of two sums, clamped.
 enum class Activation {
-    none, gelu_tanh, gelu, relu, quick_gelu, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, clamped_silu_and_mul
+    none, gelu_tanh, gelu, relu, relu2, quick_gelu, silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, clamped_silu_and_mul
 };
 
 constexpr bool is_gated(Activation activation) { return activation >= Activation::silu_and_mul; }
@@ -361,6 +361,27 @@ struct DeltaNet : DeltaNetWeights {
     long num_seqs;
 };
 
+// A Mamba-2's sizes and weights: MambaSpec (quire/kernels/mamba.py). Groups are key heads; conv_weight [taps, channels], conv_bias
+// [channels] or null, rate, rate_bias and skip [num_value_heads], norm_weight [num_value_heads * value_dim], or null for no norm.
+struct MambaWeights {
+    long num_key_heads, num_value_heads, key_dim, value_dim, taps, length;
+    const float *conv_weight, *conv_bias, *rate, *rate_bias, *skip, *norm_weight;
+    float norm_eps, gate_factor, rate_factor;  // factors on inputs
+    bool is_norm_first;  // the gate comes behind the norm
+};
+
+// x [num_tokens, width + channels + num_value_heads] of gates, values, keys, queries and rates, the rest as in DeltaNet.
+template <typename T>
+struct Mamba : MambaWeights {
+    const T* x;
+    long x_stride;
+    T* out;
+    long out_stride;
+    void* states;
+    const std::int32_t *context_lens, *query_starts, *read, *committed, *write, *commit_to, *snapshots;
+    long num_seqs;
+};
+
 // x = x * sigmoid(gate), [num_rows, width] each, rows `stride` elements apart; the sigmoid is rounded to T.
 template <typename T>
 struct Gate {
@@ -393,6 +414,7 @@ struct Kernels {
     ForBoth<ShortConv> short_conv;
     ForBoth<DeltaNet> delta_net;
     ForBoth<Gate> gate;
+    ForBoth<Mamba> mamba;
 };
 
 namespace portable { extern const Kernels kernels; }

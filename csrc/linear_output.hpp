@@ -83,6 +83,7 @@ template <typename T>
 Floats activated(const Linear<T>& op, Floats sums) {
     switch (op.activation) {
         case Activation::relu: return relu(sums);
+        case Activation::relu2: return relu2(rounded<T>(sums));
         case Activation::gelu: return gelu(rounded<T>(sums));
         case Activation::gelu_tanh: return gelu_tanh(rounded<T>(sums));
         case Activation::quick_gelu: return quick_gelu(rounded<T>(sums));

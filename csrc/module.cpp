@@ -280,6 +280,7 @@ NB_MODULE(_kernels, module) {
         .value("gelu_tanh", Activation::gelu_tanh)
         .value("gelu", Activation::gelu)
         .value("relu", Activation::relu)
+        .value("relu2", Activation::relu2)
         .value("quick_gelu", Activation::quick_gelu)
         .value("gelu_and_mul", Activation::gelu_and_mul)
         .value("gelu_tanh_and_mul", Activation::gelu_tanh_and_mul)
@@ -319,6 +320,8 @@ NB_MODULE(_kernels, module) {
     def_struct<DeltaNetWeights>(module, "DeltaNetWeights");
     def_struct<DeltaNetOp>(module, "DeltaNetOp");
     def_struct<GateOp>(module, "GateOp");
+    def_struct<MambaWeights>(module, "MambaWeights");
+    def_struct<MambaOp>(module, "MambaOp");
     def_struct<PositionScaleOp>(module, "PositionScaleOp");
     def_struct<SumOp>(module, "SumOp");
     def_struct<GatherOp>(module, "GatherOp");
@@ -369,6 +372,7 @@ NB_MODULE(_kernels, module) {
     def(module, "short_conv", &Kernels::short_conv);
     def(module, "delta_net", &Kernels::delta_net);
     def(module, "gate", &Kernels::gate);
+    def(module, "mamba", &Kernels::mamba);
     def(module, "choose_tokens", &Kernels::choose_tokens);
     def(module, "mask_logits", &Kernels::mask_logits);
     def(module, "top_logprobs", &Kernels::top_logprobs);

@@ -116,6 +116,13 @@ public:
                          step_.committed, step_.write, step_.commit_to, step_.snapshots, step_.num_seqs});
     }
 
+    void operator()(const MambaOp& op) const {
+        call(chosen->mamba,
+             Mamba<T>{op.weights, at(op.x), stride(op.x), at(op.out), stride(op.out), reinterpret_cast<void*>(program_.states_[op.layer]),
+                      step_.context_lens, step_.query_starts, step_.read, step_.committed, step_.write, step_.commit_to, step_.snapshots,
+                      step_.num_seqs});
+    }
+
     void operator()(const GateOp& op) const {
         const long width = program_.buffers_[op.x].width;
         call(chosen->gate, Gate<T>{at(op.x), stride(op.x), at(op.gate), stride(op.gate), step_.num_tokens, width});

@@ -60,6 +60,10 @@ struct DeltaNetOp {
     long x, rates, out, layer;  // `layer`: an index of the states
     DeltaNetWeights weights;
 };
+struct MambaOp {
+    long x, out, layer;  // `layer`: an index of the states
+    MambaWeights weights;
+};
 struct GateOp {  // in place
     long x, gate;
 };
@@ -89,8 +93,8 @@ struct HeadLinearOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, DeltaNetOp, GateOp,
-                               PositionScaleOp, SumOp, GatherOp, SummedLinearOp, HeadLinearOp, CountLayerOp>;
+using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, DeltaNetOp, MambaOp,
+                               GateOp, PositionScaleOp, SumOp, GatherOp, SummedLinearOp, HeadLinearOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.
 struct ProgramStep {

@@ -1,4 +1,4 @@
-"""Gated delta nets: reference and C++ kernels against the formulas, and bits that no division of tokens changes."""
+"""Gated delta nets and Mamba-2: reference and kernels against the formulas, and bits that no division changes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +17,16 @@ from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
 from quire.kernels.choice import choose_back_end
 from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, StateRows, StateShape, ring_length
+from quire.kernels.mamba import MambaHeads, MambaSpec
 from quire.kernels.reference import delta_net as reference
-from quire.kernels.special_ops import DeltaNetOp, GateOp
+from quire.kernels.reference.mamba import mamba as reference_mamba
+from quire.kernels.special_ops import DeltaNetOp, GateOp, MambaOp
 from quire.kernels.torch_arrays import to_array
 from support.on_tensors import on_tensors
 
 ISAS = usable_isas()
 HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32)
+MAMBA = MambaHeads(num_key_heads=2, num_value_heads=22, key_dim=32, value_dim=16)  # 11 heads of a group: two pieces
 NUM_SLOTS = 6
 MAX_TRUNCATED = 5
 
@@ -40,11 +43,8 @@ class Entry(NamedTuple):
     snapshots: tuple[tuple[int, int], ...] = ()
 
 
-class Inputs(NamedTuple):
-    """x and rates of a sequence."""
-
-    x: Tensor
-    rates: Tensor
+Spec = DeltaNetSpec | MambaSpec
+Inputs = tuple[Tensor, ...]  # x of a sequence, and the rates of a gated delta net
 
 
 def make_spec(heads: DeltaHeads = HEADS, taps: int = 4) -> DeltaNetSpec:
@@ -60,21 +60,37 @@ def make_spec(heads: DeltaHeads = HEADS, taps: int = 4) -> DeltaNetSpec:
     )  # fmt: skip
 
 
+def make_mamba(heads: MambaHeads = MAMBA, taps: int = 4, **changes: object) -> MambaSpec:
+    generator = torch.Generator().manual_seed(sum(heads))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    values = heads.num_value_heads
+    spec = MambaSpec(
+        heads, random(taps, heads.channels) * 0.6, random(heads.channels) * 0.3, random(values).exp() * 0.3,
+        random(values), random(values), 1 + 0.3 * random(heads.width), 1e-5, ring_length(taps, MAX_TRUNCATED),
+    )  # fmt: skip
+    return replace(spec, **changes)
+
+
+SPECS = pytest.mark.parametrize("spec", [make_spec(), make_mamba()], ids=["delta net", "mamba"])
+
+
 def make_inputs(
     num_tokens: int, heads: DeltaHeads = HEADS, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
-    x, rates = (
-        torch.randn(num_tokens, width, generator=generator).to(dtype)
-        for width in (heads.channels + heads.width, 2 * heads.num_value_heads)
-    )
-    return Inputs(x, rates)
+    widths = (heads.channels + heads.width, 2 * heads.num_value_heads)
+    if isinstance(heads, MambaHeads):
+        widths = (sum(widths) - heads.num_value_heads,)
+    return tuple(torch.randn(num_tokens, width, generator=generator).to(dtype) for width in widths)
 
 
 class Runner:
     """Slots of a layer, which hold NaN at first, and steps over them."""
 
-    def __init__(self, compute: Callable[..., Tensor], spec: DeltaNetSpec, dtype: torch.dtype) -> None:
+    def __init__(self, compute: Callable[..., Tensor], spec: Spec, dtype: torch.dtype) -> None:
         self._compute, self._spec = compute, spec
         shape = StateShape(spec.heads, spec.length, dtype_name(to_array(torch.empty(0, dtype=dtype)).dtype))
         self.states = torch.full((NUM_SLOTS, shape.num_bytes), 0xFF, dtype=torch.uint8)
@@ -82,9 +98,7 @@ class Runner:
 
     def step(self, *rows: tuple[Inputs, Entry]) -> list[Tensor]:
         entries, counts = [entry for _, entry in rows], [entry.stop - entry.start for _, entry in rows]
-        x, rates = (
-            torch.cat([inputs[part][entry.start : entry.stop] for inputs, entry in rows]) for part in range(2)
-        )
+        parts = zip(*([part[entry.start : entry.stop] for part in inputs] for inputs, entry in rows), strict=True)
         snapshots = [
             [*entry.snapshots, *[(-1, -1)] * (MAX_SNAPSHOTS - len(entry.snapshots))] for entry in entries
         ]
@@ -92,7 +106,7 @@ class Runner:
         slots = StateRows(*(torch.tensor(each, dtype=torch.int32) for each in (*columns, snapshots)))
         context_lens = torch.tensor([entry.stop for entry in entries], dtype=torch.int32)
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        out = self._compute(self._spec, x, rates, context_lens, self.states, starts, slots)
+        out = self._compute(self._spec, *map(torch.cat, parts), context_lens, self.states, starts, slots)
         return list(out.split(counts))
 
     def state(self, slot: int) -> bytes:
@@ -132,8 +146,42 @@ def in_float64(spec: DeltaNetSpec, inputs: Inputs) -> NDArray[np.float64]:
     return found.reshape(len(u), -1)
 
 
-def kernel(isa: str) -> Callable[..., Tensor]:
-    return on_tensors(choose_back_end("cpu", isa=isa).delta_net)
+def mamba_in_float64(spec: MambaSpec, inputs: Inputs) -> NDArray[np.float64]:
+    """Return the results of a sequence by the formulas (Dao and Gu 2024; Granite 4 H, Falcon-H1), token by token."""
+    heads, (x,) = spec.heads, (each.double().numpy() for each in inputs)
+    weight, rate, bias, skip = (
+        each.double().numpy() for each in (spec.conv_weight, spec.rate, spec.rate_bias, spec.skip)
+    )
+    count, keys, group = heads.num_value_heads, heads.num_key_heads * heads.key_dim, heads.width // heads.num_key_heads
+    z, u, dt = np.split(x, [heads.width, heads.width + heads.channels], axis=1)
+    padded = np.concatenate([np.zeros((spec.taps - 1, heads.channels)), u])
+    sums = sum(weight[tap] * padded[tap : tap + len(u)] for tap in range(spec.taps))
+    sums = sums if spec.conv_bias is None else sums + spec.conv_bias.double().numpy()
+    v, k, q = np.split(sums / (1 + np.exp(-sums)), [heads.width, heads.width + keys], axis=1)
+    state, found = np.zeros((count, heads.key_dim, heads.value_dim)), np.empty(z.shape)
+    for t in range(len(u)):
+        step = np.log1p(np.exp(spec.rate_factor * dt[t] + bias))
+        for h in range(count):
+            of = h // (count // heads.num_key_heads)
+            key_head, own = (slice(i * dim, (i + 1) * dim) for i, dim in ((of, heads.key_dim), (h, heads.value_dim)))
+            state[h] = np.exp(-rate[h] * step[h]) * state[h] + np.outer(k[t, key_head], step[h] * v[t, own])
+            found[t, own] = q[t, key_head] @ state[h] + skip[h] * v[t, own]
+    gate = spec.gate_factor * z / (1 + np.exp(-spec.gate_factor * z))
+    found = found if spec.is_norm_first else found * gate
+    if spec.norm_weight is not None:
+        groups = found.reshape(len(u), -1, group)
+        groups = groups / np.sqrt((groups**2).mean(-1, keepdims=True) + spec.norm_eps)
+        found = groups.reshape(len(u), -1) * spec.norm_weight.double().numpy()
+    return found * gate if spec.is_norm_first else found
+
+
+def computed_by(isa: str, spec: Spec) -> Callable[..., Tensor]:
+    """Return the op of a layer by the kernels of an instruction set, or by the reference."""
+    is_mamba = isinstance(spec, MambaSpec)
+    if isa == "reference":
+        return reference_mamba if is_mamba else reference.delta_net
+    back_end = choose_back_end("cpu", isa=isa)
+    return on_tensors(back_end.mamba if is_mamba else back_end.delta_net)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +194,25 @@ def test_results_are_those_of_the_formulas_in_float64(
 ) -> None:
     spec, inputs = replace(make_spec(heads, taps), is_tiled=is_tiled), make_inputs(70, heads)
     expected = torch.from_numpy(in_float64(spec, inputs))
-    compute = reference.delta_net if isa == "reference" else kernel(isa)
-    (found,) = Runner(compute, spec, torch.float32).step((inputs, whole(70)))
+    (found,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(70)))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    assert expected.abs().max() > 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_mamba(), make_mamba(MambaHeads(1, 3, 16, 64), 1, conv_bias=None),
+        make_mamba(MambaHeads(3, 3, 64, 32), 16, is_norm_first=True, gate_factor=0.7, rate_factor=1.3),
+        make_mamba(MambaHeads(1, 40, 16, 16), 2, norm_weight=None, gate_factor=0.4, is_norm_first=True),
+    ],
+    ids=["groups", "one group, no bias", "norm first, factors", "no norm"],
+)  # fmt: skip
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_results_of_mamba_are_those_of_the_formulas_in_float64(spec: MambaSpec, isa: str) -> None:
+    inputs = make_inputs(70, spec.heads)
+    expected = torch.from_numpy(mamba_in_float64(spec, inputs))
+    (found,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(70)))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
     assert expected.abs().max() > 3
 
@@ -156,8 +221,8 @@ def test_results_are_those_of_the_formulas_in_float64(
 def test_heads_in_tiles_are_kept_like_heads_in_groups(isa: str) -> None:
     """A slot and its ring behind drafts, with value heads that share a key apart from each other."""
     spec, inputs = replace(make_spec(), is_tiled=True), make_inputs(40)
-    (expected,) = Runner(kernel(isa), spec, torch.float32).step((inputs, whole(40)))
-    runner = Runner(kernel(isa), spec, torch.float32)
+    (expected,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(40)))
+    runner = Runner(computed_by(isa, spec), spec, torch.float32)
     runner.step((inputs, whole(20, commit_to=15, snapshots=((12, 3),))))
     for entry in (Entry(20, 40, 0, 1, 15, 40), Entry(12, 40, 3, 3, 12, 40)):
         assert torch.equal(runner.step((inputs, entry))[0], expected[entry.start :])
@@ -165,11 +230,11 @@ def test_heads_in_tiles_are_kept_like_heads_in_groups(isa: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
-def test_no_division_of_tokens_changes_a_bit(dtype: torch.dtype, isa: str) -> None:
+@SPECS
+def test_no_division_of_tokens_changes_a_bit(spec: Spec, dtype: torch.dtype, isa: str) -> None:
     """Cuts, tokens that are taken back, states that lag, snapshots, other slots and late tokens, with another row."""
-    compute = reference.delta_net if isa == "reference" else kernel(isa)
-    count, spec = (24 if isa == "reference" else 70), make_spec()
-    inputs, wrong, other = (make_inputs(count, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    compute, count = computed_by(isa, spec), 24 if isa == "reference" else 70
+    inputs, wrong, other = (make_inputs(count, spec.heads, dtype, seed) for seed in (1, 2, 3))
     plain = Runner(compute, spec, dtype)
     expected, alone = plain.step((inputs, whole(count)))[0], Runner(compute, spec, dtype).step((other, whole(9)))[0]
     for cut in range(1, count):
@@ -178,7 +243,7 @@ def test_no_division_of_tokens_changes_a_bit(dtype: torch.dtype, isa: str) -> No
         first = whole(cut, commit_to=cut - lag, snapshots=((cut - back, 3),) if lag < back < cut else ())
         found, beside = runner.step((inputs, first), (other, whole(9, write=1)))
         drafts = min(2, count - cut)
-        drafted = Inputs(*(torch.cat([own[:cut], bad[cut:]]) for own, bad in zip(inputs, wrong, strict=True)))
+        drafted = tuple(torch.cat([own[:cut], bad[cut:]]) for own, bad in zip(inputs, wrong, strict=True))
         committed = cut - lag
         if lag:
             (late,) = runner.step((inputs, Entry(cut - 1, cut, 0, -1, committed, committed)))
@@ -197,10 +262,10 @@ def test_no_division_of_tokens_changes_a_bit(dtype: torch.dtype, isa: str) -> No
 
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
-def test_snapshots_near_the_start_of_a_step_in_place_are_whole(isa: str) -> None:
+@SPECS
+def test_snapshots_near_the_start_of_a_step_in_place_are_whole(spec: Spec, isa: str) -> None:
     """The inputs behind such a snapshot are those of the step before, in the ring that the step writes again."""
-    spec, inputs = make_spec(), make_inputs(30)
-    runner = Runner(reference.delta_net if isa == "reference" else kernel(isa), spec, torch.float32)
+    inputs, runner = make_inputs(30, spec.heads), Runner(computed_by(isa, spec), spec, torch.float32)
     (expected,) = runner.step((inputs, whole(30)))
     for start, lag, stop in ((15, 0, 24), (14, 0, 30), (13, 5, 23), (15, 5, 21)):
         runner.step((inputs, whole(start, commit_to=start - lag)))
@@ -213,10 +278,12 @@ def test_snapshots_near_the_start_of_a_step_in_place_are_whole(isa: str) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ISAS)
-def test_kernels_agree_with_the_reference(dtype: torch.dtype, isa: str) -> None:
-    heads = DeltaHeads(2, 6, 32, 16)
-    spec, inputs = make_spec(heads, 3), [make_inputs(90, heads, dtype, seed) for seed in range(2)]
-    ours, plain = Runner(kernel(isa), spec, dtype), Runner(reference.delta_net, spec, dtype)
+@pytest.mark.parametrize(
+    "spec", [make_spec(DeltaHeads(2, 6, 32, 16), 3), make_mamba(taps=3)], ids=["delta net", "mamba"]
+)
+def test_kernels_agree_with_the_reference(spec: Spec, dtype: torch.dtype, isa: str) -> None:
+    inputs = [make_inputs(90, spec.heads, dtype, seed) for seed in range(2)]
+    ours, plain = (Runner(computed_by(name, spec), spec, dtype) for name in (isa, "reference"))
     steps = (
         [whole(40, commit_to=37, snapshots=((36, 3), (33, 4))), whole(1, write=1)],
         [Entry(40, 90, 0, 0, 37, 90), Entry(1, 4, 1, 2, 1, 2)],
@@ -243,8 +310,9 @@ def test_kernels_agree_with_the_reference(dtype: torch.dtype, isa: str) -> None:
     ],
     ids=str,
 )
-def test_plans_that_cannot_be_are_errors(entry: Entry, message: str) -> None:
-    runner, inputs = Runner(kernel(ISAS[0]), make_spec(), torch.float32), make_inputs(20)
+@SPECS
+def test_plans_that_cannot_be_are_errors(spec: Spec, entry: Entry, message: str) -> None:
+    runner, inputs = Runner(computed_by(ISAS[0], spec), spec, torch.float32), make_inputs(20, spec.heads)
     runner.step((inputs, whole(8)))
     with pytest.raises(ValueError, match=message):
         runner.step((inputs, entry))
@@ -252,7 +320,8 @@ def test_plans_that_cannot_be_are_errors(entry: Entry, message: str) -> None:
 
 def test_gpus_are_refused_by_name() -> None:
     net = DeltaNetOp("delta", 0, make_spec(), reference.delta_net, "x", "rates", "y")
-    for op, name in ((net, "DeltaNet"), (GateOp("gate", "x", "y", 8, reference.gate), "Gate")):
+    mamba = MambaOp("mamba", 0, make_mamba(), reference_mamba, "x", "y")
+    for op, name in ((net, "DeltaNet"), (mamba, "Mamba"), (GateOp("gate", "x", "y", 8, reference.gate), "Gate")):
         with pytest.raises(ConfigError, match=f"device cuda does not support {name} yet"):
             require_ops("cuda", [op])
 

@@ -158,6 +158,7 @@ class Activation:
     gelu_tanh: Activation
     gelu: Activation
     relu: Activation
+    relu2: Activation
     quick_gelu: Activation
     gelu_and_mul: Activation
     gelu_tanh_and_mul: Activation
@@ -306,6 +307,30 @@ class DeltaNetWeights:
 
 class DeltaNetOp:
     def __init__(self, x: int, rates: int, out: int, layer: int, weights: DeltaNetWeights) -> None: ...
+
+class MambaWeights:
+    def __init__(
+        self,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        length: int,
+        conv_weight: int,
+        conv_bias: int,
+        rate: int,
+        rate_bias: int,
+        skip: int,
+        norm_weight: int,
+        norm_eps: float,
+        gate_factor: float,
+        rate_factor: float,
+        is_norm_first: bool,
+    ) -> None: ...
+
+class MambaOp:
+    def __init__(self, x: int, out: int, layer: int, weights: MambaWeights) -> None: ...
 
 class GateOp:
     def __init__(self, x: int, gate: int) -> None: ...

@@ -14,6 +14,7 @@ from quire.kernels.delta_net import DeltaRule, Gate
 from quire.kernels.kv_cache import CacheLayout, CopyBlocks
 from quire.kernels.layers import ExpertLayer, Linear, Norm
 from quire.kernels.low_rank import Up
+from quire.kernels.mamba import Mamba
 from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV
 from quire.kernels.program import AttentionOp, Op, Program, RotaryWriteOp
 from quire.kernels.sampling import SamplingOps
@@ -51,6 +52,7 @@ class BackEnd:
     copy_blocks: CopyBlocks
     short_conv: Convolve
     delta_net: DeltaRule
+    mamba: Mamba
     gate: Gate
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]
@@ -79,6 +81,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "Attention": EVERYWHERE,
     "ShortConv": CPU,
     "DeltaNet": CPU,
+    "Mamba": CPU,
     "Gate": CPU,
     "Add": EVERYWHERE,
     "Scale": EVERYWHERE,

@@ -13,7 +13,7 @@ from quire.kernels.tensors import DType, Tensor
 
 Activation = Literal[
     "none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu_tanh", "gelu", "relu",
-    "quick_gelu",
+    "relu2", "quick_gelu",
 ]  # fmt: skip
 GATED: tuple[Activation, ...] = (  # two layers each, gate and up
     "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul"

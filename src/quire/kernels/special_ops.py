@@ -1,9 +1,10 @@
-"""Ops of some model families, and of ranks: experts, heads, latents, short convolutions, delta nets, exchanges."""
+"""Ops of some model families, and of ranks: experts, heads, latents, convolutions, recurrent layers, exchanges."""
 
 from dataclasses import dataclass
 
 from quire.kernels.delta_net import DeltaNetSpec, DeltaRule, Gate
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
+from quire.kernels.mamba import Mamba, MambaSpec
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
 from quire.kernels.short_conv import Convolve, ShortConvSpec
@@ -118,6 +119,29 @@ class DeltaNetOp:
         activations[self.out] = self.compute(
             self.spec, activations.pop(self.x), activations.pop(self.rates), inputs.metadata.context_lens,
             inputs.states[self.layer], inputs.metadata.query_starts, inputs.state_rows,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MambaOp:
+    """out [num_tokens, width] = a Mamba-2 of x, consumed, over the states of sequences."""
+
+    name: str
+    layer: int                  # index of the states
+    spec: MambaSpec
+    compute: Mamba
+    x: str
+    out: str
+
+    reads = Names("x")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Compute, in one op of the back end."""
+        assert inputs.state_rows is not None, "a step without slots of states"
+        activations[self.out] = self.compute(
+            self.spec, activations.pop(self.x), inputs.metadata.context_lens, inputs.states[self.layer],
+            inputs.metadata.query_starts, inputs.state_rows,
         )  # fmt: skip
 
 

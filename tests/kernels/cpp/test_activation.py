@@ -28,7 +28,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @covering(
     {
-        "name": ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "quick_gelu", "relu"],
+        "name": ["silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"],
         "width": [1, 15, 16, 172, 520],
         "has_bias": [False, True],
         ("dtype", "tol"): DTYPES,

@@ -114,7 +114,8 @@ def test_norm_takes_heads_with_weights_of_their_own(centers: bool, device: torch
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "name", ["none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "quick_gelu", "relu"]
+    "name",
+    ["none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2"],
 )
 def test_linear_layer_activates_its_result(name: str, dtype: torch.dtype, device: torch.device) -> None:
     x, weight, bias = random(3, 32, dtype=dtype), random(2400, 32, dtype=dtype, seed=1), random(2400, dtype=dtype)

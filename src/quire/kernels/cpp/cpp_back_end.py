@@ -40,6 +40,7 @@ def cpp_ops(isa: str) -> dict[str, Any]:
         "copy_blocks": cpp_kv_cache.copy_blocks,
         "short_conv": cpp_short_conv.short_conv,
         "delta_net": cpp_delta_net.delta_net,
+        "mamba": cpp_delta_net.mamba,
         "gate": cpp_delta_net.gate,
         "norm": cpp_norm.CppNorm,
         "embed": cpp_linear.embed,

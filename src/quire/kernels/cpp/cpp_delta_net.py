@@ -1,4 +1,4 @@
-"""Gated delta nets and output gates in C++; the meanings are those of `quire.kernels.reference.delta_net`."""
+"""Layers with a state per sequence, and output gates, in C++; the meanings are those of `quire.kernels.reference`."""
 
 from dataclasses import fields
 
@@ -10,8 +10,9 @@ from quire.extension import _kernels
 from quire.kernels.conversion import converted
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
 from quire.kernels.delta_net import DeltaNetSpec, StateRows, StateShape
+from quire.kernels.mamba import MambaSpec
 
-_DELTA_NET, _GATE = pair("delta_net"), pair("gate")
+_DELTA_NET, _MAMBA, _GATE = pair("delta_net"), pair("mamba"), pair("gate")
 _ROWS = tuple(each.name for each in fields(StateRows))
 
 
@@ -35,6 +36,25 @@ def delta_net(
     return converted(out, x.dtype)
 
 
+def mamba(
+    spec: MambaSpec, x: Array, context_lens: NDArray[np.int32], states: Array, query_starts: NDArray[np.int32],
+    rows: StateRows,
+) -> Array:  # fmt: skip
+    """Do what the reference does; inputs beside states in the dtype that the kernels compute x in."""
+    dtype, heads, num_tokens = kernel_dtype(x.dtype), spec.heads, len(x)
+    inputs = np.ascontiguousarray(converted(x, dtype))
+    assert inputs.shape == (num_tokens, heads.width + heads.inputs), f"{inputs.shape} for {heads}"
+    assert (num_tokens, len(context_lens)) == (query_starts[-1], len(query_starts) - 1)
+    assert query_starts.dtype == context_lens.dtype == np.int32
+    out = np.empty((num_tokens, heads.width), dtype)
+    _MAMBA[dtype](
+        mamba_weights(spec), address(inputs), row_stride(inputs), address(out), row_stride(out),
+        address(checked_states(spec, states, dtype)), address(context_lens), address(query_starts),
+        *state_arguments(rows), len(query_starts) - 1,
+    )  # fmt: skip
+    return converted(out, x.dtype)
+
+
 def gate(x: Array, gates: Array) -> Array:
     """Do what the reference does."""
     dtype = kernel_dtype(x.dtype)
@@ -54,6 +74,17 @@ def delta_net_weights(spec: DeltaNetSpec) -> _kernels.DeltaNetWeights:
     return _kernels.DeltaNetWeights(*sizes, conv_weight, rate, rate_bias, norm_weight, spec.norm_eps, spec.is_tiled)
 
 
+def mamba_weights(spec: MambaSpec) -> _kernels.MambaWeights:
+    """Return a layer's weights as the extension takes them, valid for as long as the spec is kept."""
+    weights = spec.conv_weight, spec.conv_bias, spec.rate, spec.rate_bias, spec.skip, spec.norm_weight
+    assert all(each is None or each.flags.c_contiguous for each in weights), "weights with gaps"
+    conv_weight, conv_bias, rate, rate_bias, skip, norm_weight = map(address, weights)
+    return _kernels.MambaWeights(
+        *spec.heads, spec.taps, spec.length, conv_weight, conv_bias, rate, rate_bias, skip, norm_weight, spec.norm_eps,
+        spec.gate_factor, spec.rate_factor, spec.is_norm_first,
+    )  # fmt: skip
+
+
 def state_arguments(rows: StateRows) -> list[int]:
     """Return the kernel's arguments from the slots of a step."""
     arrays = [getattr(rows, name) for name in _ROWS]
@@ -61,7 +92,7 @@ def state_arguments(rows: StateRows) -> list[int]:
     return [_kernels.address(each) for each in arrays]
 
 
-def checked_states(spec: DeltaNetSpec, states: Array, dtype: DType) -> Array:
+def checked_states(spec: DeltaNetSpec | MambaSpec, states: Array, dtype: DType) -> Array:
     """Return the states of a layer; assert that they are as the kernel takes them."""
     expected = StateShape(spec.heads, spec.length, dtype_name(dtype)).num_bytes
     assert states.dtype == UINT8, f"states of {states.dtype}"

@@ -17,7 +17,15 @@ from quire.extension import _kernels
 from quire.kernels import program as ops
 from quire.kernels import special_ops
 from quire.kernels.cpp.cpp_attention import attention_parameters, metadata_arguments, paged_attention
-from quire.kernels.cpp.cpp_delta_net import checked_states, delta_net, delta_net_weights, gate, state_arguments
+from quire.kernels.cpp.cpp_delta_net import (
+    checked_states,
+    delta_net,
+    delta_net_weights,
+    gate,
+    mamba,
+    mamba_weights,
+    state_arguments,
+)
 from quire.kernels.cpp.cpp_experts import CppExperts
 from quire.kernels.cpp.cpp_kv_cache import CacheSizes, layer_cache, rotary_parameters, write_kv
 from quire.kernels.cpp.cpp_linear import CppLinear, CppUp
@@ -34,6 +42,7 @@ MAX_NAMES_IN_LOG = 5
 NO_STATES = (0,) * 5
 _PROGRAM = pair("Program")
 _CACHE_OPS = (ops.AttentionOp, ops.RotaryWriteOp, special_ops.ShortConvOp)
+_STATE_OPS = (special_ops.DeltaNetOp, special_ops.MambaOp)
 
 
 def fuse(program: Program) -> Program:
@@ -174,7 +183,7 @@ class FusedOps:
         self.reads, self.writes = tuple(buffers.inputs), tuple(self._outputs)
         self._externals = buffers.externals(self._outputs.values())
         self._cache_ops = {op.layer: op for op in stretch if isinstance(op, _CACHE_OPS)}
-        self._state_ops = [op for op in stretch if isinstance(op, special_ops.DeltaNetOp)]
+        self._state_ops = [op for op in stretch if isinstance(op, _STATE_OPS)]
         self._program = _PROGRAM[dtype](translated, buffers.records(self._externals))
         self._first_keys: Callable[[], Array | None] = lambda: None  # caches of the addresses that the extension has
         self._linears = buffers.linears
@@ -369,6 +378,13 @@ def _delta_net(op: special_ops.DeltaNetOp, buffers: Buffers) -> list[object]:
     return [_kernels.DeltaNetOp(x, rates, out, op.layer, delta_net_weights(op.spec))]
 
 
+def _mamba(op: special_ops.MambaOp, buffers: Buffers) -> list[object]:
+    heads = op.spec.heads
+    x = buffers.read(op.x, heads.width + heads.inputs)
+    buffers.consume(op.x)
+    return [_kernels.MambaOp(x, buffers.write(op.out, heads.width), op.layer, mamba_weights(op.spec))]
+
+
 def _gate(op: special_ops.GateOp, buffers: Buffers) -> list[object]:
     return [_kernels.GateOp(buffers.read(op.x, op.width), buffers.read(op.gate, op.width))]
 
@@ -451,6 +467,7 @@ TRANSLATIONS: dict[type, Translation] = {
     ops.AttentionOp: Translation(lambda op: op.attend is paged_attention, _attention),
     special_ops.ShortConvOp: Translation(lambda op: op.convolve is short_conv, _short_conv),
     special_ops.DeltaNetOp: Translation(lambda op: op.compute is delta_net, _delta_net),
+    special_ops.MambaOp: Translation(lambda op: op.compute is mamba, _mamba),
     special_ops.GateOp: Translation(lambda op: op.compute is gate, _gate),
     special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
     special_ops.SplitLatentOp: Translation(lambda op: isinstance(op.key_norm, CppNorm), _split_latent),

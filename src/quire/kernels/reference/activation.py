@@ -65,3 +65,9 @@ def quick_gelu(x: Tensor) -> Tensor:
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0)."""
     return torch.relu(x)
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Return the square of max(x, 0). So et al. 2021 (Primer)."""
+    wide = torch.relu(x).float()
+    return (wide * wide).to(x.dtype)

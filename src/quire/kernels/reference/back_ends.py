@@ -11,6 +11,7 @@ from quire.kernels.reference.delta_net import delta_net, gate
 from quire.kernels.reference.experts import TorchExperts
 from quire.kernels.reference.kv_cache import PLAIN, copy_blocks, write_kv
 from quire.kernels.reference.linear import TorchUp, embed, make_linear
+from quire.kernels.reference.mamba import mamba
 from quire.kernels.reference.norm import TorchNorm
 from quire.kernels.reference.sampling import SAMPLING
 from quire.kernels.reference.short_conv import short_conv
@@ -30,6 +31,7 @@ TORCH = BackEnd(
     copy_blocks=copy_blocks,
     short_conv=short_conv,
     delta_net=delta_net,
+    mamba=mamba,
     gate=gate,
     norm=TorchNorm,
     embed=embed,

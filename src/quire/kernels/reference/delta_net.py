@@ -3,6 +3,7 @@
 Each token is computed by ops of the same shapes, so that its bits do not depend on the tokens of the step.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from quire.kernels.delta_net import TILE, DeltaNetSpec, StateRows
+from quire.kernels.mamba import MambaSpec
 
 L2_EPS = 1e-6
 
@@ -30,43 +32,61 @@ def delta_net(
     beta = sigmoid(b): S = g * S; S = S + k (x) beta * (v - k^T S); o = q^T S. The result is
     norm_weight * o / rms(o) * silu(z), o and o / rms(o) rounded to x's dtype. All else is float32.
     """
+    inputs = torch.cat([x[:, : spec.heads.channels], rates], dim=1)
+
+    def token(state: Tensor, window: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return _token(spec, state, window)
+
+    heads_out = computed_over_states(spec, token, inputs, context_lens, states, query_starts, rows).to(x.dtype)
+    out = x.new_empty(len(x), spec.heads.width)
+    for row, own in enumerate(heads_out):
+        out[row] = _gated_norm(spec, own, x[row, spec.heads.channels :]).to(x.dtype)
+    return out
+
+
+def computed_over_states(
+    spec: DeltaNetSpec | MambaSpec, token: Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]], inputs: Tensor,
+    context_lens: Tensor, states: Tensor, query_starts: Tensor, rows: StateRows,
+) -> Tensor:  # fmt: skip
+    """Return the results of a layer's heads, [num_tokens, value heads, value_dim] float32; keep the new states.
+
+    token: from S and the inputs of the last `taps` tokens to a token's results and the new S.
+    """
     heads, taps = spec.heads, spec.taps
-    out = x.new_empty(len(x), heads.width)
+    out = torch.empty(len(inputs), heads.num_value_heads, heads.value_dim)
     arrays = (context_lens, rows.read, rows.committed, rows.write, rows.commit_to, rows.snapshots)
     entries = [each.tolist() for each in arrays]
-    inputs = torch.cat([x[:, : heads.channels], rates], dim=1)
     steps = zip(pairwise(query_starts.tolist()), *entries, strict=True)
     for (start, stop), context_len, read, committed, write, commit_to, snapshots in steps:
         if start == stop:
             continue
         first = context_len - (stop - start)
-        own = Slot(spec, states[read], x.dtype) if read >= 0 else None
+        own = Slot(spec, states[read], inputs.dtype) if read >= 0 else None
         state = torch.zeros(heads.num_value_heads, heads.key_dim, heads.value_dim) if own is None else own.state()
-        window = {position: torch.zeros(heads.inputs, dtype=x.dtype) for position in range(1 - taps, 0)}
+        window = {position: torch.zeros(heads.inputs, dtype=inputs.dtype) for position in range(1 - taps, 0)}
         if own is not None:
             window |= {at: own.inputs(at).clone() for at in range(max(committed - taps + 1, 0), first)}
         window |= {first + i: inputs[start + i] for i in range(stop - start)}
         kept = {committed: state}
         wanted = {commit_to, *(position for position, slot in snapshots if slot >= 0)}
         for position in range(committed, first + stop - start):
-            heads_out, state = _token(spec, state, [window[position - taps + 1 + tap] for tap in range(taps)])
+            heads_out, state = token(state, [window[position - taps + 1 + tap] for tap in range(taps)])
             if position >= first:
-                row = start + position - first
-                out[row] = _gated_norm(spec, heads_out.to(x.dtype), x[row, heads.channels :]).to(x.dtype)
+                out[start + position - first] = heads_out
             if position + 1 in wanted:
                 kept[position + 1] = state
         for position, slot in snapshots:
             if slot >= 0:
-                Slot(spec, states[slot], x.dtype).write(kept[position], window, position, position)
+                Slot(spec, states[slot], inputs.dtype).write(kept[position], window, position, position)
         if write >= 0:
-            Slot(spec, states[write], x.dtype).write(kept[commit_to], window, commit_to, first + stop - start)
+            Slot(spec, states[write], inputs.dtype).write(kept[commit_to], window, commit_to, first + stop - start)
     return out
 
 
 class Slot:
     """A slot of a layer, uint8 [num_bytes], read and written in place."""
 
-    def __init__(self, spec: DeltaNetSpec, memory: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, spec: DeltaNetSpec | MambaSpec, memory: Tensor, dtype: torch.dtype) -> None:
         heads, self._taps = spec.heads, spec.taps
         num_tiles = heads.value_dim // TILE
         ring_offset = 4 * heads.key_dim * heads.width
@@ -76,8 +96,8 @@ class Slot:
         self._ring = memory[ring_offset : ring_offset + ring_bytes].view(dtype).view(spec.length, heads.inputs)
 
     def state(self) -> Tensor:
-        """Return S [value heads, key_dim, value_dim]."""
-        return self._tiles.permute(0, 2, 1, 3).flatten(2)
+        """Return S [value heads, key_dim, value_dim], a copy."""
+        return self._tiles.permute(0, 2, 1, 3).flatten(2).clone()
 
     def inputs(self, position: int) -> Tensor:
         """Return the inputs of a token that is in the ring."""
@@ -93,11 +113,8 @@ class Slot:
 def _token(spec: DeltaNetSpec, state: Tensor, window: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return a token's results [value heads, value_dim], and the new S."""
     heads = spec.heads
-    sums = torch.zeros(heads.channels)
-    for weight, row in zip(spec.conv_weight, window, strict=True):
-        sums = sums + weight * row[: heads.channels].float()
     width, repeats = heads.num_key_heads * heads.key_dim, heads.num_value_heads // heads.num_key_heads
-    query, key, value = silu(sums).tensor_split([width, 2 * width])
+    query, key, value = convolved(spec.conv_weight, None, window).tensor_split([width, 2 * width])
     query, key = (_unit(each.view(-1, heads.key_dim)) for each in (query, key))
     of_heads = torch.arange(heads.num_value_heads)
     of_heads = of_heads % heads.num_key_heads if spec.is_tiled else of_heads // repeats
@@ -108,6 +125,14 @@ def _token(spec: DeltaNetSpec, state: Tensor, window: list[Tensor]) -> tuple[Ten
     change = (value.view(-1, heads.value_dim) - (key[:, :, None] * state).sum(1)) * beta[:, None]
     state = state + key[:, :, None] * change[:, None, :]
     return ((query * heads.key_dim**-0.5)[:, :, None] * state).sum(1), state
+
+
+def convolved(weight: Tensor, bias: Tensor | None, window: list[Tensor]) -> Tensor:
+    """Return silu of the convolution of the channels, the first inputs of the last tokens: float32 [channels]."""
+    sums = torch.zeros(weight.shape[1]) if bias is None else bias
+    for own, row in zip(weight, window, strict=True):
+        sums = sums + own * row[: len(own)].float()
+    return silu(sums)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": activations.gelu_tanh,
     "gelu": activations.gelu,
     "relu": activations.relu,
+    "relu2": activations.relu2,
     "quick_gelu": activations.quick_gelu,
 }
 

@@ -57,6 +57,8 @@ def activated(values, ups, NAME: tl.constexpr):
         result = wide / (1.0 + tl.exp(-(wide * QUICK_GAIN)))
     elif NAME == "relu":
         result = tl.maximum(wide, 0.0)
+    elif NAME == "relu2":
+        result = tl.maximum(wide, 0.0) * tl.maximum(wide, 0.0)
     elif NAME == "gelu":
         result = wide * 0.5 * (tl.erf(wide * SQRT_HALF) + 1.0)
     elif NAME == "gelu_and_mul":
