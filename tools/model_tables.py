@@ -42,9 +42,14 @@ CONFIG: dict[str, object] = {  # config.json of a model with vision
     "vision_config": {"hidden_size": 64, "num_attention_heads": 4, "model_type": "clip_vision_model"},
 }
 SECTIONS = {"rope_parameters": {"mrope_section": [3, 3, 2]}}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architecture has in its place
     "Qwen2VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"num_heads": 16}},
     "Qwen2_5_VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS},
+    "BambaForCausalLM": {"attn_layer_indices": [1], **MAMBA},
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 128, **MAMBA},
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"], **MAMBA},
     "Qwen3VLForConditionalGeneration": {"vision_config": {"deepstack_visual_indexes": [8, 16]}},
     "Qwen3VLMoeForConditionalGeneration": {
         "text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"deepstack_visual_indexes": [8, 16]},
@@ -166,6 +171,8 @@ GGUF_NAMES = {
     "LlavaForConditionalGeneration": "llama",
     "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
+    "BambaForCausalLM": "granitehybrid", "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "FalconH1ForCausalLM": "falcon-h1", "NemotronHForCausalLM": "nemotron_h",
     "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5ForConditionalGeneration": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3_5MoeForConditionalGeneration": "qwen35moe",
 }  # fmt: skip
@@ -208,7 +215,12 @@ def has_latents(architecture: str) -> bool:
 
 def has_states(architecture: str) -> bool:
     """Return whether a family keeps states of sequences."""
-    return bool(FAMILIES[architecture](config_of(architecture)).delta_nets)
+    return FAMILIES[architecture](config_of(architecture)).has_states
+
+
+def has_mambas(architecture: str) -> bool:
+    """Return whether a family has layers of Mamba-2."""
+    return bool(FAMILIES[architecture](config_of(architecture)).mambas)
 
 
 def _check_encoder_on_device(options: EngineOptions) -> None:
@@ -235,8 +247,8 @@ def combinations() -> str:
     """Return the table of options by kinds of models; tests hold every family to the column of its kind."""
     kinds = {
         "families": "LlamaForCausalLM", "with latent attention": "DeepseekV3ForCausalLM",
-        "with gated delta nets": "Qwen3_5ForCausalLM", "encoders": "encoders",
-        "through transformers": "transformers",
+        "with gated delta nets": "Qwen3_5ForCausalLM", "with Mamba-2": "GraniteMoeHybridForCausalLM",
+        "encoders": "encoders", "through transformers": "transformers",
     }  # fmt: skip
     rows = [
         (name, *("refused" if is_refused(kind, settings) else "yes" for kind in kinds.values()))

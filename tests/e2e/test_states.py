@@ -1,4 +1,4 @@
-"""A model of gated delta nets and attention: no way of serving changes a bit, states are found where they were kept.
+"""Models of gated delta nets or Mamba-2, and attention: no way of serving changes a bit, states are found where kept.
 
 Each answer is that of the request alone in a plain engine: without prefix cache, drafts, preemption or chunks.
 """
@@ -26,6 +26,63 @@ CONFIG: dict[str, object] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "max_position_embeddings": 256, "full_attention_interval": 4, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+MAMBA: dict[str, object] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "mamba_n_heads": 6, "mamba_d_state": 16,
+}  # fmt: skip
+MAMBAS: dict[str, dict[str, object]] = {
+    "granite 4 h": MAMBA | {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.6, "attention_multiplier": 0.3,
+    },
+    "nemotron-h": MAMBA | {
+        "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*E", "mamba_num_heads": 6,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 32, "n_routed_experts": 4, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "falcon-h1": MAMBA | {
+        "architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 2, "mamba_d_ssm": 96, "key_multiplier": 0.7,
+        "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mlp_multipliers": [0.8, 0.6], "ssm_out_multiplier": 0.5,
+    },
+    "bamba": MAMBA | {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "mamba_n_groups": 3},
+}  # fmt: skip
+MAMBA_CASES = [  # swapped and computed again in turn
+    (name, isa, dtype, "recompute" if (number + place) % 2 else "swap")
+    for place, name in enumerate(MAMBAS) for number, (isa, dtype) in enumerate(CASES)
+]
+
+
+@pytest.fixture(scope="module")
+def mambas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mambas")
+    return {name: write_random_folder(root / name, config) for name, config in MAMBAS.items()}
+
+
+@pytest.mark.parametrize(("name", "isa", "dtype", "mode"), MAMBA_CASES)
+def test_mamba_has_the_same_bits_in_every_way_at_once(
+    mambas: dict[str, Path], name: str, isa: str, dtype: str, mode: str
+) -> None:
+    stats, poison = check_all_at_once(mambas[name], isa, dtype, mode, num_state_slots=30)
+    assert stats.states["used_slots"] == stats.states["swap_used_slots"] == 0
+    assert poison.num_poisoned_slots > 100
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", MAMBAS)
+def test_mamba_cut_anywhere_has_the_bits_of_the_whole(mambas: dict[str, Path], name: str, isa: str) -> None:
+    check_every_cut(mambas[name], isa, "bfloat16")
+
+
+def test_beams_of_mamba_are_those_without_a_prefix_cache(mambas: dict[str, Path]) -> None:
+    check_beams(mambas["nemotron-h"])
+
+
+def test_ranks_of_mamba_are_refused_by_name(mambas: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2: layers of Mamba-2 are not supported yet"):
+        LLM(mambas["bamba"], tensor_parallel_size=2)
 
 
 @pytest.fixture(scope="module")

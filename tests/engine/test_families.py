@@ -40,6 +40,11 @@ CONFIGS: dict[str, dict[str, object]] = {
         "architectures": ["Glm4MoeForCausalLM"], "num_key_value_heads": 2, "n_routed_experts": 8, "n_group": 4,
         "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5,
     },
+    "granitemoehybrid": SIZES | {
+        "architectures": ["GraniteMoeHybridForCausalLM"], "num_key_value_heads": 2, "num_local_experts": 6,
+        "num_experts_per_tok": 3, "intermediate_size": 64, "shared_intermediate_size": 64, "residual_multiplier": 0.5,
+        "layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_state": 32, "mamba_n_groups": 2,
+    },
     "gpt_neox": SIZES | {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5},
     "gptj": {
         "architectures": ["GPTJForCausalLM"], "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4,
@@ -47,6 +52,12 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "ministral3": SIZES | {
         "architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN,
+    },
+    "nemotron_h": {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {
+        "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M-*E", "head_dim": 16,
+        "num_key_value_heads": 2, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 2,
+        "n_routed_experts": 6, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+        "num_experts_per_tok": 3,
     },
     "olmo": SIZES | {"architectures": ["OlmoForCausalLM"], "clip_qkv": 0.8},
     "qwen3_next": SIZES | {

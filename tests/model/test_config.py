@@ -1,5 +1,6 @@
 """config.json in its spellings, and what of it ends in the spec."""
 
+import math
 import re
 
 import numpy as np
@@ -194,6 +195,148 @@ def test_published_models_with_delta_nets_have_the_sizes_of_their_configs(
 def test_delta_nets_that_are_not_computed_are_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(ModelError, match=re.escape(message)):
         spec_from_config(QWEN3_5 | {"text_config": {key: value}})
+
+
+GRANITE_H = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 100_352, "num_hidden_layers": 40,
+    "max_position_embeddings": 131_072, "position_embedding_type": "nope", "mamba_d_state": 128, "mamba_d_head": 64,
+    "mamba_n_groups": 1, "tie_word_embeddings": True, "num_local_experts": 0,
+    "layer_types": ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)],
+}  # fmt: skip
+GRANITE_MICRO = GRANITE_H | {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "shared_intermediate_size": 8192,
+    "mamba_n_heads": 64,
+}  # fmt: skip
+GRANITE_TINY = GRANITE_H | {
+    "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "shared_intermediate_size": 1024,
+    "mamba_n_heads": 48, "num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512,
+}  # fmt: skip
+GRANITE_SMALL = GRANITE_H | {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "shared_intermediate_size": 1536,
+    "mamba_n_heads": 128, "num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768,
+}  # fmt: skip
+
+
+NEMOTRON_NANO = {
+    "architectures": ["NemotronHForCausalLM"], "vocab_size": 131_072, "hidden_size": 2688, "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME", "num_attention_heads": 32,
+    "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8,
+    "ssm_state_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "max_position_embeddings": 262_144, "time_step_limit": [0.0, math.inf],
+}  # fmt: skip
+FALCON_H1 = {
+    "architectures": ["FalconH1ForCausalLM"], "vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048,
+    "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536,
+    "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+}  # fmt: skip
+FALCON_H1_34B = FALCON_H1 | {
+    "vocab_size": 261_120, "hidden_size": 5120, "intermediate_size": 21_504, "num_hidden_layers": 72,
+    "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128, "mamba_d_ssm": 4096, "mamba_n_heads": 32,
+    "mamba_d_head": 128, "mamba_d_state": 256, "mamba_n_groups": 2,
+}  # fmt: skip
+BAMBA = {
+    "architectures": ["BambaForCausalLM"], "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [9, 18, 27],
+    "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "attn_rotary_emb": 64,
+    "max_position_embeddings": 262_144,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "token_bytes", "num_states", "heads", "state"),
+    [
+        (GRANITE_MICRO, 3.19, 4 * 2 * 8 * 64 * 2, 36, 64, (64, 128, 1)),
+        (GRANITE_TINY, 6.94, 4 * 2 * 4 * 128 * 2, 36, 48, (64, 128, 1)),
+        (GRANITE_SMALL, 32.2, 4 * 2 * 8 * 128 * 2, 36, 128, (64, 128, 1)),
+        (NEMOTRON_NANO, 31.6, 6 * 2 * 2 * 128 * 2, 23, 64, (64, 128, 8)),
+        (FALCON_H1, 0.521, 36 * 2 * 2 * 64 * 2, 36, 24, (64, 128, 1)),
+        (FALCON_H1_34B, 33.6, 72 * 2 * 4 * 128 * 2, 72, 32, (128, 256, 2)),
+        (BAMBA, 9.78, 3 * 2 * 8 * 128 * 2, 29, 128, (64, 128, 1)),
+    ],
+    ids=[
+        "Granite-4.0-H-Micro", "Granite-4.0-H-Tiny", "Granite-4.0-H-Small", "Nemotron-3-Nano-30B-A3B",
+        "Falcon-H1-0.5B", "Falcon-H1-34B", "Bamba-9B",
+    ],
+)  # fmt: skip
+def test_published_hybrids_of_mamba_have_the_sizes_of_their_configs(
+    config: dict[str, object], billions: float, token_bytes: int, num_states: int, heads: int,
+    state: tuple[int, int, int],
+) -> None:  # fmt: skip
+    """A state is float32 for each head; behind it are the inputs of 5 tokens, in whole lines."""
+    published, (head_dim, state_dim, groups) = spec_from_config(config), state
+    assert num_parameters(published) / 1e9 == pytest.approx(billions, rel=0.005)
+    geometry = KVGeometry.of(published, "bfloat16")
+    assert geometry.bytes_per_token(16) == token_bytes
+    inputs = 5 * (heads * head_dim + 2 * groups * state_dim + heads) * 2
+    assert geometry.slot_bytes == num_states * (heads * head_dim * state_dim * 4 + -(-inputs // 64) * 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (NEMOTRON_NANO, {"moe_latent_size": 64}, "moe_latent_size = 64 is not supported yet: experts between two"),
+        (NEMOTRON_NANO, {"attention_bias": True}, "attention_bias = True is not supported yet"),
+        (NEMOTRON_NANO, {"mlp_bias": True}, "mlp_bias = True is not supported yet: experts have no biases"),
+        (NEMOTRON_NANO, {"n_shared_experts": 2}, "n_shared_experts = 2 is not supported yet"),
+        (NEMOTRON_NANO, {"sliding_window": 8}, "sliding_window = 8 is not supported yet"),
+        (NEMOTRON_NANO, {"residual_in_fp32": True}, "residual_in_fp32 = True is not supported yet"),
+        (NEMOTRON_NANO, {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be one of relu2, got 'silu'"),
+        (NEMOTRON_NANO, {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu' is not supported yet"),
+        (NEMOTRON_NANO, {"hybrid_override_pattern": "MX*"}, "hybrid_override_pattern must be a text of M or * or - or"),
+        (NEMOTRON_NANO, {"hybrid_override_pattern": "M*"}, "names 2 layers, num_hidden_layers is 52"),
+        (NEMOTRON_NANO, {"layers_block_type": ["conv"]}, "layers_block_type must be a list of linear_attention or"),
+        (NEMOTRON_NANO, {"time_step_limit": [0.0, 0.1]}, "time_step_limit = [0.0, 0.1] is not supported"),
+        (NEMOTRON_NANO, {"n_groups": 3}, "64 heads do not divide among 3 groups"),
+        (NEMOTRON_NANO, {"conv_kernel": 17}, "conv_kernel must be an integer from 1 to 16, got 17"),
+        (FALCON_H1, {"mamba_d_ssm": 1000}, "mamba_d_head = 64, mamba_n_heads = 24: heads must have the 1000 columns"),
+        (FALCON_H1, {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5 numbers"),
+        (FALCON_H1, {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers: 1 must be a number from 1e-30"),
+        (FALCON_H1, {"mlp_multipliers": [1e-20, 1e20]}, "its multipliers make a factor of 1e+40, not from"),
+        (FALCON_H1, {"projectors_bias": True}, "projectors_bias = True is not supported yet: mamba_proj_bias = False"),
+        (FALCON_H1, {"attention_bias": True, "attention_in_multiplier": 0.5}, "attention_bias = True is not supported"),
+        (FALCON_H1, {"mlp_bias": True, "mlp_multipliers": [0.5, 1.0]}, "mlp_bias = True is not supported yet"),
+        (FALCON_H1, {"mamba_proj_bias": True, "ssm_in_multiplier": 2.0}, "mamba_proj_bias = True is not supported"),
+        (BAMBA, {"attn_rotary_emb": 128}, "attn_rotary_emb = 128 is not supported yet: half of a head's 128"),
+        (BAMBA, {"attn_layer_indices": [32]}, "attn_layer_indices must be a list of integers from 0 to 31"),
+        (BAMBA, {"attn_layer_indices": None}, "models without a layer of attention are not supported"),
+    ],
+)  # fmt: skip
+def test_other_hybrids_that_are_not_computed_are_refused(
+    config: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        spec_from_config(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("time_step_limit", [0.0, 0.1], "time_step_limit = [0.0, 0.1] is not supported: time steps are not clamped"),
+        ("time_step_limit", [0.001, math.inf], "time_step_limit = [0.001, inf] is not supported"),
+        ("time_step_limit", "all", "time_step_limit = all is not supported"),
+        ("mamba_d_head", 48, "mamba_d_head = 48, mamba_n_heads = 64: heads must have the 4096 columns of a Mamba-2"),
+        ("mamba_n_heads", 60, "mamba_d_head = 64, mamba_n_heads = 60: heads must have the 4096 columns of a Mamba-2"),
+        ("mamba_n_groups", 3, "64 heads do not divide among 3 groups"),
+        ("mamba_d_state", 24, "states of 24 dimensions are not supported: multiples of 16 are"),
+        ("mamba_d_conv", 17, "mamba_d_conv must be an integer from 1 to 16, got 17"),
+        ("hidden_act", "gelu", "hidden_act must be one of silu, swish, got 'gelu'"),
+        ("layer_types", ["mamba"], "layer_types has 1 entries for 40 layers"),
+        ("position_embedding_type", "alibi", "position_embedding_type must be one of nope, rope, got 'alibi'"),
+        ("layer_types", ["conv"], "layer_types must be a list of mamba or linear_attention or attention or full_"),
+        ("layer_types", ["mamba"] * 40, "models without a layer of attention are not supported"),
+        ("num_local_experts", -1, "num_local_experts must be an integer from 0 to 4096, got -1"),
+        ("mlp_bias", True, "mlp_bias = True is not supported yet: its feed-forwards have no biases"),
+    ],
+)
+def test_mamba_that_is_not_computed_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        spec_from_config(GRANITE_MICRO | {key: value})
+
+
+def test_time_steps_without_limits_are_served_as_transformers_writes_them() -> None:
+    plain = spec_from_config(GRANITE_MICRO)
+    for limits in (None, [0.0, math.inf], [0, {"__float__": "Infinity"}]):
+        assert spec_from_config(GRANITE_MICRO | {"time_step_limit": limits}) == plain
 
 
 def test_cache_holds_what_is_counted_and_begins_as_zeros() -> None:

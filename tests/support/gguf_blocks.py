@@ -35,7 +35,7 @@ def random_blocks(kinds: dict[str, str], default: str) -> Quantize:
     def quantize(name: str, tensor: Tensor) -> Stored:
         if tensor.dim() == 1 or name.endswith("_norm.weight"):
             return as_is(name, tensor)
-        if any(part in name for part in (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d")):
+        if any(part in name for part in (".ffn_gate_inp", ".shortconv.conv", ".ssm_conv1d", ".ssm_a", ".ssm_d")):
             # routers and convolutions stay floats
             return as_is(name, tensor.float())
         stem = re.sub(r"\.\d+\.weight$", ".weight", name)  # weights of all experts

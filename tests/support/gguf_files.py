@@ -77,6 +77,7 @@ def converted(
     """Return the metadata and the tensors that `convert` writes."""
     config = json.loads((folder / "config.json").read_text())
     architecture = ARCHITECTURES.get(config["architectures"][0], "llama")
+    architecture += "_moe" if architecture == "nemotron_h" and "n_routed_experts" in config else ""
     make = _gpt2_metadata if architecture == "gpt2" else _llama_metadata
     metadata = {"general.architecture": architecture, "general.alignment": ALIGNMENT}
     metadata |= {f"{architecture}.{key}": value for key, value in make(config).items()}
@@ -84,7 +85,7 @@ def converted(
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
     loaded = _with_stacked_norms(load_file(folder / "model.safetensors"))
-    loaded = _with_plain_groups(loaded, config)
+    loaded = _with_plain_mlps(_with_plain_groups(loaded, config), config)
     if f"{architecture}.attention.key_length_mla" in metadata:
         loaded = _with_split_latents(loaded, config)
     for name, tensor in loaded.items():
@@ -165,7 +166,7 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
     } | {key: config[name] for key, name in EXPERT_KEYS if name in config} | {
         f"attention.layer_norm_{'rms_' if name.startswith('rms') else ''}epsilon": config[name]
         for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if name in config
-    } | _of_some(config) | _of_convolutions(config) | _of_delta_nets(config)  # fmt: skip
+    } | _of_some(config) | _of_convolutions(config) | _of_delta_nets(config) | _of_mambas(config)  # fmt: skip
 
 
 def _of_convolutions(config: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +197,45 @@ def _of_delta_nets(config: dict[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * part),
         "rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
     }
+
+
+def _of_mambas(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a Granite 4 H, a Bamba, a Falcon-H1 or a Nemotron-H."""
+    family, layers = config["architectures"][0], range(config["num_hidden_layers"])
+    if family not in MAMBAS:
+        return {}
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    if family != "NemotronHForCausalLM":
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    heads, head_dim, groups, state, taps = (config[name] for name in names)
+    found: dict[str, Any] = {
+        "ssm.time_step_rank": heads, "ssm.inner_size": heads * head_dim, "ssm.group_count": groups,
+        "ssm.state_size": state, "ssm.conv_kernel": taps,
+    }
+    kv_heads = config["num_key_value_heads"]
+    if family == "NemotronHForCausalLM":
+        pattern, size = config["hybrid_override_pattern"], config.get("moe_intermediate_size")
+        found["attention.head_count_kv"] = [kv_heads if kind == "*" else 0 for kind in pattern]
+        size = size or config["intermediate_size"]
+        found["feed_forward_length"] = [size if kind in "-E" else 0 for kind in pattern]
+        if "n_routed_experts" in config:
+            found["expert_shared_feed_forward_length"] = config["moe_shared_expert_intermediate_size"]
+            found["expert_shared_count"] = 1
+    elif family != "FalconH1ForCausalLM":
+        is_bamba = family == "BambaForCausalLM"
+        attending = config["attn_layer_indices"] if is_bamba else [
+            index for index in layers if config["layer_types"][index] == "attention"
+        ]
+        found["attention.head_count_kv"] = [kv_heads if index in attending else 0 for index in layers]
+        found["rope.scaling.finetuned"] = is_bamba
+        if is_bamba:
+            found["rope.dimension_count"] = config["hidden_size"] // config["num_attention_heads"] // 2
+        else:
+            found["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
+            scales = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"}
+            scales |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
+            found |= {key: float(config[name]) for key, name in scales.items()}
+    return found
 
 
 def _of_some(config: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +281,11 @@ ARCHITECTURES = {
     "MiniMaxM2ForCausalLM": "minimax-m2", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid", "BambaForCausalLM": "granitehybrid",
+    "FalconH1ForCausalLM": "falcon-h1", "NemotronHForCausalLM": "nemotron_h",
 }  # fmt: skip
-PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3")
+MAMBAS = "GraniteMoeHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"
+PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 EXPERT_KEYS = (
     ("expert_count", "num_experts"), ("expert_count", "num_local_experts"),
     ("expert_used_count", "num_experts_per_tok"), ("expert_feed_forward_length", "moe_intermediate_size"),
@@ -258,12 +301,13 @@ EXPERT_KEYS = (
 _VECTORS = {
     ".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias",
     ".feed_forward.expert_bias": "exp_probs_b.bias",
-    ".linear_attn.A_log": "ssm_a", ".linear_attn.dt_bias": "ssm_dt.bias",
+    ".linear_attn.A_log": "ssm_a", ".linear_attn.dt_bias": "ssm_dt.bias", ".A_log": "ssm_a", ".dt_bias": "ssm_dt.bias",
+    ".D": "ssm_d",
 }  # fmt: skip
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
 _EXPERT_NAMES = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
-    "w2": "ffn_down",
+    "w2": "ffn_down", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
 }  # fmt: skip
 _OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -281,9 +325,24 @@ _HYBRID_NAMES = {
     "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }  # fmt: skip
+_MAMBA_NAMES = {
+    f"{prefix}.{name}": own for prefix in ("mamba", "mixer") for name, own in (
+        ("in_proj", "ssm_in"), ("conv1d", "ssm_conv1d"), ("norm", "ssm_norm"), ("out_proj", "ssm_out"),
+    )
+} | {
+    "pre_ff_layernorm": "ffn_norm", "model.final_layernorm": "output_norm", "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down", "block_sparse_moe.router.layer":
+    "ffn_gate_inp", "backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm", "norm": "attn_norm",
+    "mixer.q_proj": "attn_q", "mixer.k_proj": "attn_k", "mixer.v_proj": "attn_v", "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down", "mixer.gate": "ffn_gate_inp",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp", "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    **{f"{kind}.{name}_proj": f"ffn_{name}{end}" for kind, end in (("plain_mlp", ""), ("shared_mlp", "_shexp"))
+       for name in ("gate", "up", "down")},
+}  # fmt: skip
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 _OWN_NAMES = dict.fromkeys(HYBRIDS, _HYBRID_NAMES) | {
     "lfm2": _LFM2_NAMES, "lfm2moe": _LFM2_NAMES,
+    **dict.fromkeys(("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe"), _MAMBA_NAMES),
     "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS, "gemma3": _OUTPUT_NORMS,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
@@ -375,8 +434,10 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
     if vector := next((own for end, own in _VECTORS.items() if name.endswith(end)), None):
         if architecture in HYBRIDS and architecture != "qwen3next":
             tensor = _tiled("", tensor, config)
-        return f"blk.{name.split('.')[2]}.{vector}", tensor.flatten()
-    for prefix in ("model.layers.", "transformer.h.", "gpt_neox.layers."):
+        is_column = config["architectures"][0] in MAMBAS and vector in ("ssm_a", "ssm_d")
+        stored = tensor.float().reshape(-1, 1) if is_column else tensor.flatten()
+        return f"blk.{name.split('.')[2]}.{vector}", stored
+    for prefix in ("model.layers.", "transformer.h.", "gpt_neox.layers.", "backbone.layers."):
         if stem.startswith(prefix):
             layer, _, stem = stem.removeprefix(prefix).partition(".")
             expert = _EXPERT.fullmatch(stem)
@@ -391,14 +452,16 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         return renamed, tensor.float() + 1
     if stem.endswith("query_key_value"):
         return renamed, _split_groups(tensor, config)
-    if architecture in PERMUTED and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+    if "ssm_norm" in renamed and config["architectures"][0] in MAMBAS:
+        tensor = tensor.view(config.get("mamba_n_groups") or config["n_groups"], -1)
+    if architecture in PERMUTED and stem in ("self_attn.q_proj", "self_attn.k_proj", "mixer.q_proj", "mixer.k_proj"):
         key = "num_attention_heads" if stem.endswith("q_proj") else "num_key_value_heads"
         heads = config.get(key, config["num_attention_heads"])
         halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
         return renamed, halves.transpose(1, 2).reshape(tensor.shape)
     if architecture in HYBRIDS and architecture != "qwen3next" and ".linear_attn." in name:
         tensor = _tiled(stem, tensor, config)
-    return renamed, tensor.squeeze(1) if stem in ("conv.conv", "linear_attn.conv1d") else tensor
+    return renamed, tensor.squeeze(1) if part == "weight" and stem.endswith(("conv.conv", "conv1d")) else tensor
 
 
 def _tiled(stem: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -428,6 +491,20 @@ def _with_plain_groups(tensors: Mapping[str, Tensor], config: dict[str, Any]) ->
             found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")] = torch.cat(qkv), z.contiguous()
         else:
             found[name] = tensor
+    return found
+
+
+def _with_plain_mlps(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return tensors with the gates and ups of Granite 4 H apart, by the names of a shared expert or of a dense layer.
+    """
+    found, kind = dict[str, Tensor](), "shared_mlp" if config.get("num_local_experts") else "plain_mlp"
+    for name, tensor in tensors.items():
+        if name.endswith("shared_mlp.input_linear.weight"):
+            gate, up = (part.contiguous() for part in tensor.chunk(2))
+            found[name.replace("shared_mlp.input_linear", f"{kind}.gate_proj")] = gate
+            found[name.replace("shared_mlp.input_linear", f"{kind}.up_proj")] = up
+        else:
+            found[name.replace("shared_mlp.output_linear", f"{kind}.down_proj")] = tensor
     return found
 
 

@@ -144,7 +144,7 @@ def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedMode
     spec, back_end = source.spec, target.model.back_end
     if not spec.generates:
         raise ModelError("it has no output head over the vocabulary")
-    if spec.has_tails or spec.delta_nets:
+    if spec.has_tails or spec.has_states:
         what = "short convolutions" if spec.has_tails else "states"
         raise ConfigError(f"drafts by a model with {what} are not supported yet")
     require_same_tokens(tokenizer, target.model.vocab_size, folder, spec.vocab_size)

@@ -108,7 +108,7 @@ def load(
         check_ranks(options, back_end.name, spec)
     if spec.has_tails:
         check_tails(options)
-    if spec.delta_nets:
+    if spec.has_states:
         check_states(options, device_type)
     num_local = num_ranks // options.nnodes if device_type == "cpu" else 1  # a GPU's memory is that of one
     max_truncated = options.max_truncated

@@ -21,6 +21,7 @@ from quire.model.families import (
     gptj,
     lfm2,
     llama_variants,
+    mamba,
     mixture,
     multimodal,
     olmo,
@@ -33,6 +34,7 @@ from quire.model.spec import DecoderSpec
 Family = Callable[[ConfigReader], DecoderSpec]
 
 FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
+    "BambaForCausalLM": mamba.bamba,
     "CohereForCausalLM": cohere.cohere,
     "Cohere2ForCausalLM": cohere.cohere2,
     "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
@@ -41,6 +43,7 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Dots1ForCausalLM": mixture.dots1,
     "Ernie4_5_MoeForCausalLM": mixture.ernie4_5_moe,
     "FalconForCausalLM": falcon.falcon,
+    "FalconH1ForCausalLM": mamba.falcon_h1,
     "GemmaForCausalLM": gemma.gemma,
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3_text,
@@ -54,11 +57,13 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "GPTNeoXForCausalLM": gpt_neox.gpt_neox,
     "GptOssForCausalLM": gpt_oss.gpt_oss,
     "GraniteForCausalLM": llama_variants.granite,
+    "GraniteMoeHybridForCausalLM": mamba.granitemoehybrid,
     "Lfm2ForCausalLM": lfm2.lfm2,
     "Lfm2MoeForCausalLM": lfm2.lfm2_moe,
     "LlavaForConditionalGeneration": multimodal.llava,
     "Mistral3ForConditionalGeneration": multimodal.mistral3,
     "Mistral4ForCausalLM": deepseek.mistral4,
+    "NemotronHForCausalLM": mamba.nemotron_h,
     "OlmoForCausalLM": olmo.olmo,
     "MiniMaxM2ForCausalLM": mixture.minimax_m2,
     "MixtralForCausalLM": mixture.mixtral,
@@ -83,21 +88,17 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
 }).items()))
 ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
 COMPRESSED = "compressed attention and several residual streams are not computed"
-RECURRENT = "of recurrent layers, gated delta nets are computed"
+RECURRENT = "of recurrent layers, gated delta nets and Mamba-2 are computed"
 ENCODER = "of encoders, BERT, DistilBERT, RoBERTa, XLM-RoBERTa and ModernBERT are served"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": ALIBI,
     "MptForCausalLM": ALIBI,
     "MPTForCausalLM": ALIBI,
     "DeepseekV4ForCausalLM": COMPRESSED,
-    "BambaForCausalLM": RECURRENT,
-    "FalconH1ForCausalLM": RECURRENT,
     "FalconMambaForCausalLM": RECURRENT,
-    "GraniteMoeHybridForCausalLM": RECURRENT,
     "JambaForCausalLM": RECURRENT,
     "MambaForCausalLM": RECURRENT,
     "Mamba2ForCausalLM": RECURRENT,
-    "NemotronHForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "RwkvForCausalLM": RECURRENT,
     "T5ForConditionalGeneration": ENCODER,

@@ -18,8 +18,9 @@ from quire.core.config import ELEMENT_BYTES, QUANTIZED, KVDtype
 from quire.kernels.back_end import BackEnd
 from quire.kernels.delta_net import DeltaHeads, StateShape, ring_length
 from quire.kernels.kv_cache import CacheLayout, Shape
+from quire.kernels.mamba import MambaHeads
 from quire.kernels.tensors import DType, Tensor
-from quire.model.spec import DecoderSpec, DeltaNet, ShortConv, widest_window
+from quire.model.spec import DecoderSpec, DeltaNet, Mamba, ShortConv, widest_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,14 @@ class KVGeometry:
         """
         layers, states = list[LayerKV | LayerTail](), list[StateShape]()
         spec.check_kv_dtype(dtype)
-        for mixer in (layer.mixer for layer in spec.layers if layer.mixer is not None and spec.is_causal):
+        for mixer in (each for layer in spec.layers for each in layer.mixers if spec.is_causal):
             if isinstance(mixer, DeltaNet):
                 heads = DeltaHeads(mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
                 states.append(StateShape(heads, ring_length(mixer.taps, max_truncated), tail_dtype or dtype))
+                continue
+            if isinstance(mixer, Mamba):
+                own = MambaHeads(mixer.num_groups, mixer.num_heads, mixer.state_dim, mixer.head_dim)
+                states.append(StateShape(own, ring_length(mixer.taps, max_truncated), tail_dtype or dtype))
                 continue
             if isinstance(mixer, ShortConv):
                 layers.append(LayerTail(mixer.taps - 1 + max_truncated, mixer.width, tail_dtype or dtype))

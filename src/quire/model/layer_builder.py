@@ -16,6 +16,7 @@ from quire.kernels import special_ops
 from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, ring_length
 from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
+from quire.kernels.mamba import MambaHeads, MambaSpec
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.short_conv import ShortConvSpec
@@ -28,6 +29,7 @@ from quire.model.shapes import (
     LatentShapes,
     LayerShapes,
     LinearShape,
+    MambaShapes,
     NormShape,
     ShortConvShapes,
 )
@@ -38,6 +40,7 @@ from quire.model.spec import (
     DeltaNet,
     Experts,
     LatentAttention,
+    Mamba,
     NormKind,
     Place,
     Rotary,
@@ -68,13 +71,12 @@ def build_program(
     found, num_caches, num_states, is_summed = list[Op](), 0, 0, True
     layers = range(spec.num_layers) if layers is None else layers
     for index in layers:
-        mixer = spec.layers[index].mixer
-        has_state = isinstance(mixer, DeltaNet)
-        kept = num_states if has_state else num_caches
-        layer = LayerBuilder(spec, index, weights.layer(index), shared, kept, is_summed=is_summed)
+        layer = LayerBuilder(spec, index, weights.layer(index), shared, (num_caches, num_states), is_summed=is_summed)
         layer.build()
-        num_states += has_state
-        num_caches += mixer is not None and not has_state
+        mixers = spec.layers[index].mixers
+        own_states = sum(isinstance(mixer, DeltaNet | Mamba) for mixer in mixers)
+        num_states += own_states
+        num_caches += len(mixers) - own_states
         found += layer.ops
         is_summed = layer.is_summed
     shape = DecoderShapes.of(spec).final_norm if layers.stop == spec.num_layers else None
@@ -114,17 +116,17 @@ def _norm_of_stream(name: str, norm: Norm, out: str, *, is_summed: bool) -> Op:
 class LayerBuilder:
     """Builder of one layer. Each method appends ops, so that calls are in the order in which a layer runs.
 
-    `cache_index`: of what the layer keeps, if it has a mixer, among caches or among states. `is_summed`: the stream has
-    the output of the last sublayer; else that is in `x`, and the next norm adds it.
+    `kept`: places of what the layer keeps, if it has a mixer, among caches and among states. `is_summed`: the stream
+    has the output of the last sublayer; else that is in `x`, and the next norm adds it.
     """
 
     def __init__(
-        self, spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, cache_index: int, *,
+        self, spec: DecoderSpec, index: int, weights: WeightReader, shared: ProgramInputs, kept: tuple[int, int], *,
         is_summed: bool,
     ) -> None:  # fmt: skip
         self.ops: list[Op] = []
         self.is_summed = is_summed
-        self._spec, self._layer, self._cache_index = spec, spec.layers[index], cache_index
+        self._spec, self._layer, (self._cache_index, self._state_index) = spec, spec.layers[index], kept
         self._stem = f"layers.{index}."
         self._shapes = LayerShapes.of(spec, self._layer)
         self._weights, self._shared, self._ranks = weights, shared, shared.ranks
@@ -142,9 +144,31 @@ class LayerBuilder:
     def _pre_norm(self) -> None:
         """Append norm, attention, add; norm, feed-forward, add (Radford et al. 2019), maybe with norms of outputs."""
         if self._layer.mixer is not None:
-            self.mixer(self.norm_of_stream("attention_norm", self._shapes.attention_norm, "x"))
+            self._mixers()
         if self._layer.feed_forward is not None:
-            self.feed_forward(self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x"), "x")
+            before, behind = self._layer.feed_forward_multipliers
+            source = self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x")
+            self._scale("feed_forward_in", source, before)
+            self.feed_forward(source, "x")
+            self._scale("feed_forward", "x", behind)
+
+    def _mixers(self) -> None:
+        """Append the norm and the mixer, or both mixers and their sum (Falcon-H1: TII 2025)."""
+        beside, (factor, factor_beside) = self._layer.beside, self._layer.mixer_multipliers
+        source = self.norm_of_stream("attention_norm", self._shapes.attention_norm, "x" if beside is None else "normed")
+        if beside is not None:
+            assert self._shapes.beside is not None
+            self._mamba(beside, self._shapes.beside, source, "y")
+            self._scale("beside", "y", factor_beside)
+        self.mixer(source)
+        self._scale("mixer", "x", factor)
+        if beside is not None:
+            self.add("mixers", "x", "y", "x")
+
+    def _scale(self, name: str, x: str, factor: float) -> None:
+        """Append x = factor * x, of hidden states, unless that changes nothing."""
+        if factor != 1:
+            self.ops.append(special_ops.ScaleOp(f"{self._stem}{name}_multiplier", x, self._spec.hidden_size, factor))
 
     def _post_norm(self) -> None:
         """Append attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
@@ -225,6 +249,11 @@ class LayerBuilder:
             self._delta_net(mixer, shapes, source)
             self._end_sublayer("delta_out", "x", self._shapes.attention_output_norm)
             return
+        if isinstance(mixer, Mamba):
+            assert isinstance(shapes, MambaShapes)
+            self._mamba(mixer, shapes, source)
+            self._end_sublayer("mamba_out", "x", self._shapes.attention_output_norm)
+            return
         assert isinstance(mixer, Attention), "a mixer of no known kind"
         if isinstance(mixer, LatentAttention):
             assert isinstance(shapes, LatentShapes)
@@ -283,10 +312,40 @@ class LayerBuilder:
             net.is_tiled,
         )
         compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed")
-        self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._cache_index, spec, compute, *names))
+        self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._state_index, spec, compute, *names))
         if cut is not None:
             self.exchange("delta", "mixed", cut)
         self._mixer_out("delta_out", shapes.delta_out, "mixed", cut)
+
+    def _mamba(self, mamba: Mamba, shapes: MambaShapes, source: str, out: str = "x") -> None:
+        """Append a Mamba-2 of `source`: project, compute over the states of sequences, project.
+
+        The multipliers of what is convolved are in the convolution's weight, which is of float32.
+        """
+        weights, vector = self._weights, self._weights.vector
+        self.linear("mamba_in", shapes.mamba_in, source, "mamba_inputs")
+        gate, *channels, rate = mamba.multipliers
+        conv_weight, decay = vector(shapes.conv_weight).reshape(-1, mamba.taps).T, vector(shapes.rate)
+        if set(channels) != {1.0}:
+            factors = np.repeat(np.array(channels, np.float32), mamba.sections[1:4])
+            conv_weight = conv_weight * weights.taken(factors)
+        spec = MambaSpec(
+            MambaHeads(mamba.num_groups, mamba.num_heads, mamba.state_dim, mamba.head_dim),
+            contiguous(conv_weight),
+            None if shapes.conv_bias is None else vector(shapes.conv_bias),
+            -decay if mamba.has_plain_rate else exp(decay),
+            vector(shapes.rate_bias),
+            vector(shapes.skip),
+            None if shapes.norm_weight is None else vector(shapes.norm_weight),
+            self._spec.norm_eps,
+            ring_length(mamba.taps, self._shared.max_truncated),
+            mamba.is_norm_first,
+            gate,
+            rate,
+        )
+        compute, names = weights.back_end.mamba, ("mamba_inputs", "mixed")
+        self._append("mamba", special_ops.MambaOp(f"{self._stem}mamba", self._state_index, spec, compute, *names))
+        self.linear("mamba_out", shapes.mamba_out, "mixed", out)
 
     def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
@@ -459,10 +518,7 @@ class LayerBuilder:
         """Append the exchange, the multiplier and the norm of a sublayer's output."""
         if self._ranks is not None:
             self.exchange(name, out, self._ranks.shard.cut(self._spec.hidden_size))
-        multiplier = self._layer.residual_multiplier
-        if multiplier != 1:
-            width = self._spec.hidden_size
-            self.ops.append(special_ops.ScaleOp(f"{self._stem}{name}_multiplier", out, width, multiplier))
+        self._scale(name, out, self._layer.residual_multiplier)
         if norm is not None:
             norm_name = f"{self._stem}{name}_norm"
             self.ops.append(ops.NormOp(norm_name, make_norm(self._spec, self._weights, norm), out, out))

@@ -20,6 +20,7 @@ from quire.model.spec import (
     FeedForward,
     LatentAttention,
     LayerSpec,
+    Mamba,
     Merging,
     Mixer,
     ShortConv,
@@ -277,7 +278,45 @@ class DeltaNetShapes(NamedTuple):
         )
 
 
-MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes | DeltaNetShapes  # the last field: back to hidden states
+class MambaShapes(NamedTuple):
+    """A Mamba-2 between its projections: to gates, values, keys, queries and time steps; and back."""
+
+    mamba_in: LinearShape
+    conv_weight: VectorShape
+    conv_bias: VectorShape | None
+    rate: VectorShape
+    rate_bias: VectorShape
+    skip: VectorShape
+    norm_weight: VectorShape | None
+    mamba_out: LinearShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, mamba: Mamba) -> "MambaShapes":
+        """Return the shapes of the Mamba-2 of a layer."""
+        names, hidden, is_plain, heads = spec.weights, spec.hidden_size, spec.weights.is_conv_plain, (mamba.num_heads,)
+        channels, groups = sum(mamba.sections[1:4]), (mamba.num_groups, mamba.width // mamba.num_groups)
+        assert names.mamba_in is not None, "a Mamba-2 in a map of names without it"
+        assert names.mamba_rate is not None
+        assert names.mamba_rate_bias is not None
+        assert names.mamba_skip is not None
+        assert names.mamba_out is not None
+        return cls(
+            mamba_in=LinearShape((names.mamba_in,), (sum(mamba.sections),), hidden, mamba.has_bias),
+            conv_weight=VectorShape(
+                f"{names.mamba_conv}.weight", (channels, mamba.taps) if is_plain else (channels, 1, mamba.taps)
+            ),
+            conv_bias=VectorShape(f"{names.mamba_conv}.bias", (channels,)) if mamba.has_conv_bias else None,
+            rate=VectorShape(names.mamba_rate, (*heads, 1) if is_plain else heads),
+            rate_bias=VectorShape(names.mamba_rate_bias, heads),
+            skip=VectorShape(names.mamba_skip, (*heads, 1) if is_plain else heads),
+            norm_weight=VectorShape(f"{names.mamba_norm}.weight", groups if is_plain else (mamba.width,))
+            if mamba.has_norm else None,
+            mamba_out=LinearShape((names.mamba_out,), (hidden,), mamba.width, mamba.has_bias),
+        )
+
+
+# The last field of each: back to hidden states.
+MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes | DeltaNetShapes | MambaShapes
 
 
 class LayerShapes(NamedTuple):
@@ -288,6 +327,7 @@ class LayerShapes(NamedTuple):
 
     attention_norm: NormShape | None
     mixer: MixerShapes | None
+    beside: MambaShapes | None
     feed_forward_norm: NormShape | None
     up: LinearShape | None
     down: LinearShape | None
@@ -311,6 +351,7 @@ class LayerShapes(NamedTuple):
         return cls(
             attention_norm=norm(names.attention_norm if layer.has_attention_norm else None, mixer),
             mixer=None if mixer is None else _mixer(spec, mixer),
+            beside=None if layer.beside is None else MambaShapes.of(spec, layer.beside),
             feed_forward_norm=norm(names.feed_forward_norm, feed_forward),
             up=up,
             down=down,
@@ -329,9 +370,10 @@ class LayerShapes(NamedTuple):
     @property
     def linears(self) -> dict[str, LinearShape]:
         """The linear layers without experts and heads' own, by the names of their ops."""
-        named = ({} if self.mixer is None else self.mixer._asdict()) | {
-            "feed_forward_in": self.up, "feed_forward_out": self.down
-        }  # fmt: skip
+        named: dict[str, object] = {}
+        for mixer in (self.mixer, self.beside):
+            named |= {} if mixer is None else mixer._asdict()
+        named |= {"feed_forward_in": self.up, "feed_forward_out": self.down}
         return {
             name: shape for name, shape in named.items() if isinstance(shape, LinearShape) and not shape.is_always_dense
         }
@@ -342,6 +384,8 @@ def _mixer(spec: DecoderSpec, mixer: Mixer) -> MixerShapes:
         return ShortConvShapes.of(spec, mixer)
     if isinstance(mixer, DeltaNet):
         return DeltaNetShapes.of(spec, mixer)
+    if isinstance(mixer, Mamba):
+        return MambaShapes.of(spec, mixer)
     return LatentShapes.of(spec, mixer) if isinstance(mixer, LatentAttention) else AttentionShapes.of(spec, mixer)
 
 
@@ -350,7 +394,8 @@ def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...
     shapes = LayerShapes.of(spec, layer)
     single = (shape for shape in shapes if not isinstance(shape, MixerShapes | ExpertShapes))
     experts = () if shapes.experts is None else (*shapes.experts.layers, shapes.experts.bias)
-    return (*single, *(shapes.mixer or ()), *experts, *(shape for part in layer.parts for shape in part.shapes))
+    mixers = *(shapes.mixer or ()), *(shapes.beside or ())
+    return (*single, *mixers, *experts, *(shape for part in layer.parts for shape in part.shapes))
 
 
 class DecoderShapes(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from quire.core.errors import ConfigError
 from quire.model.shapes import LinearShape
-from quire.model.spec import Attention, DecoderSpec, DeltaNet, LatentAttention, LayerSpec, Mixer, ShortConv
+from quire.model.spec import Attention, DecoderSpec, DeltaNet, LatentAttention, LayerSpec, Mamba, Mixer, ShortConv
 
 if TYPE_CHECKING:  # they load NumPy, and options are read without it
     from quire.kernels.layers import GatherHook, Linear, SumHook
@@ -91,6 +91,7 @@ class Shard:
         """Return the ranks' columns of what a mixer returns, before its last projection."""
         if isinstance(mixer, ShortConv):
             return self.cut(mixer.width)
+        assert not isinstance(mixer, Mamba), "a Mamba-2 of one rank, `check_shardable` refuses others"
         dim = mixer.output_dim if isinstance(mixer, Attention) else mixer.value_dim
         return Cut((0, *(heads.query[1] * dim for heads in head_ranges(mixer, self.num_ranks))))
 
@@ -205,6 +206,8 @@ def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") ->
     mixers: list[Attention | DeltaNet] = [*spec.attentions, *spec.delta_nets]
     for mixer in mixers:
         head_ranges(mixer, num_ranks)
+    if spec.mambas:
+        raise ConfigError(f"tensor_parallel_size {num_ranks}: layers of Mamba-2 are not supported yet")
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

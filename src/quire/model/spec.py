@@ -17,7 +17,7 @@ NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied
 NormPosition = Literal["pre", "post", "around", "output"]
 Activation = Literal[  # _and_mul: gated, two in
     "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul", "gelu", "gelu_tanh", "relu",
-    "quick_gelu",
+    "relu2", "quick_gelu",
 ]  # fmt: skip
 ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in config.json
     "gelu_new": "gelu_tanh",
@@ -25,11 +25,12 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "relu2": "relu2",
     "quick_gelu": "quick_gelu",
 }
 Place = Literal[  # ops of a layer that a part may follow
     "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
-    "conv_out", "delta_in", "delta_rates", "delta", "delta_out",
+    "conv_out", "delta_in", "delta_rates", "delta", "delta_out", "mamba_in", "mamba", "mamba_out",
     "feed_forward_norm", "feed_forward_in", "feed_forward_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
@@ -117,7 +118,7 @@ class WeightMap:
     conv_in: str | None = None              # projections around short convolutions, and the convolution
     conv: str | None = None
     conv_out: str | None = None
-    is_conv_plain: bool = False             # the convolution's weight is stored as [channels, taps], else [.., 1, taps]
+    is_conv_plain: bool = False             # as in GGUF: convolutions are [channels, taps], else [channels, 1, taps]
     delta_in: tuple[str, ...] = ()          # to queries, keys and values of delta nets, and to gates; one: by key heads
     delta_rates: tuple[str, ...] = ()       # to each value head's share of a token and decay; one: by key heads
     delta_conv: str | None = None           # the convolution, [channels, 1, taps] as is_conv_plain says
@@ -125,6 +126,13 @@ class WeightMap:
     delta_rate_bias: str | None = None
     delta_norm: str | None = None
     delta_out: str | None = None
+    mamba_in: str | None = None             # to gates, values, keys, queries and time steps of a Mamba-2
+    mamba_conv: str | None = None           # the convolution, with its bias
+    mamba_rate: str | None = None           # tensors, their whole names
+    mamba_rate_bias: str | None = None
+    mamba_skip: str | None = None
+    mamba_norm: str | None = None
+    mamba_out: str | None = None
     attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
     mtp_norms: tuple[str, str] | None = None     # of an MTP head: norms of an embedding and of a hidden state, and
@@ -361,14 +369,50 @@ class DeltaNet:
         return self.num_value_heads * self.value_dim
 
 
-Mixer = Attention | ShortConv | DeltaNet  # kinds of sublayers that move information between the tokens of a sequence
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """A Mamba-2: a decaying state per sequence and head, behind a convolution over `taps` tokens (Dao and Gu 2024)."""
+
+    num_groups: int             # of heads, which share what their states are written and read by
+    num_heads: int
+    state_dim: int              # width of that
+    head_dim: int
+    taps: int                   # tokens that a token's convolution sees, itself included
+    has_conv_bias: bool = True
+    has_bias: bool = False      # both projections'
+    has_norm: bool = True       # over each group's heads, of results that are gated
+    is_norm_first: bool = False  # the gate multiplies what is normed; else what will be
+    has_plain_rate: bool = False  # the tensor of decays is their rate times -1, else its logarithm
+    multipliers: tuple[float, ...] = (1.0,) * 5  # on gates, values, keys, queries and time steps, as they are projected
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_groups:
+            raise SpecError(f"a Mamba-2: {self.num_heads} heads do not divide among {self.num_groups} groups")
+        for name, dim in (("states", self.state_dim), ("heads", self.head_dim)):
+            if dim % 16:
+                raise SpecError(f"a Mamba-2: {name} of {dim} dimensions are not supported: multiples of 16 are")
+
+    @property
+    def width(self) -> int:
+        """Columns of all heads before the last projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Columns of gates, values, keys, queries and time steps."""
+        keys = self.num_groups * self.state_dim
+        return self.width, self.width, keys, keys, self.num_heads
+
+
+# Kinds of sublayers that move information between the tokens of a sequence.
+Mixer = Attention | ShortConv | DeltaNet | Mamba
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: a mixer and a feed-forward, each with a norm and a residual connection. Layers may differ.
 
-    Either may be missing, with its norm: a Nemotron-H has layers of one sublayer.
+    Either may be missing, with its norm: a Nemotron-H has layers of one sublayer. A Falcon-H1 has a second mixer.
     """
 
     mixer: Mixer | None
@@ -377,12 +421,23 @@ class LayerSpec:
     has_attention_norm: bool = True             # False: the mixer reads the stream itself
     is_parallel: bool = False                   # mixer and feed-forward read the same stream
     residual_multiplier: float = 1.0            # factor on what each sublayer adds to the stream
+    beside: Mamba | None = None                 # reads what the mixer reads; their outputs are added
+    mixer_multipliers: tuple[float, float] = (1.0, 1.0)         # factors on the outputs of the mixer and of that
+    feed_forward_multipliers: tuple[float, float] = (1.0, 1.0)  # and on the feed-forward's input and output
     parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         is_whole = self.mixer is not None and self.feed_forward is not None
         if not is_whole and (self.is_parallel or self.norm_position not in ("pre", "around")):
             raise SpecError(f"layers of one sublayer with {self.norm_position} norms are not supported")
+        has_multipliers = {*self.mixer_multipliers, *self.feed_forward_multipliers} != {1.0}
+        if (self.beside is not None or has_multipliers) and (self.is_parallel or self.norm_position != "pre"):
+            raise SpecError(f"two mixers, or multipliers, with {self.norm_position} norms are not supported")
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixer, and that beside it, if there are any."""
+        return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property
     def attention(self) -> Attention | None:
@@ -505,13 +560,23 @@ class DecoderSpec:
 
     @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
-        """The layers that keep a state per sequence, in order."""
+        """The layers that are gated delta nets, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNet))
+
+    @property
+    def mambas(self) -> tuple[Mamba, ...]:
+        """The layers that are a Mamba-2, in order."""
+        return tuple(each for layer in self.layers for each in layer.mixers if isinstance(each, Mamba))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state per sequence."""
+        return bool(self.delta_nets or self.mambas)
 
     @property
     def mixed_width(self) -> int:
         """Columns of the widest output of a mixer, before its last projection."""
-        return max(layer.mixer.width for layer in self.layers if layer.mixer is not None)
+        return max(mixer.width for layer in self.layers for mixer in layer.mixers)
 
     @property
     def attended_flops(self) -> int:

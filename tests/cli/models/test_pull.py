@@ -137,7 +137,7 @@ def test_file_with_another_digest_is_removed_and_fetched_again(name: str, hub: H
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "of recurrent layers, gated delta nets are computed"),
+        ({"architectures": ["MambaForCausalLM"]}, "of recurrent layers, gated delta nets and Mamba-2 are computed"),
         ({"architectures": ["NoSuchModel"], "model_type": "none"}, "NoSuchModel"),
         ({"num_hidden_layers": 4000, "hidden_size": 65536, "intermediate_size": 262144}, "does not fit: weights of"),
     ],

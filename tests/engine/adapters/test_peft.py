@@ -85,6 +85,7 @@ HYBRID = SIZES | {
     "head_dim": 16, "full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-2, "initializer_range": 0.1,
 }  # fmt: skip
+MAMBA = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {"initializer_range": 0.1}
 FALCON = SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -104,6 +105,18 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
         ("Olmoe", MIXTURE, ["v_proj", "o_proj"]),
         ("Qwen3_5Text", HYBRID, ["q_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"]),
         ("Qwen3Next", HYBRID | MIXTURE, ["q_proj", "in_proj_qkvz", "out_proj"]),
+        (
+            "GraniteMoeHybrid",
+            SIZES | {"initializer_range": 0.1, "mamba_n_heads": 6, "mamba_d_state": 16, "num_local_experts": 0}
+            | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
+            ["q_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"],
+        ),
+        (
+            "NemotronH",
+            MAMBA | {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
+            | {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "time_step_min": 1e-12},
+            ["k_proj", "in_proj", "up_proj", "down_proj"],
+        ),
         ("Lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}, ["in_proj", "out_proj", "k_proj", "w1", "w2"]),
     ],
 )

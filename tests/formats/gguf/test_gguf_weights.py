@@ -1,5 +1,6 @@
 """Quantized GGUF files: layers are those of the folder with the same values to the bit, whatever types meet."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +222,77 @@ def test_file_with_delta_nets_equals_the_folder(
     assert torch.isfinite(paged_runner(decoder).step({"a": PROMPT})["a"]).all()
     if back_end.name == "cpp":
         assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
+
+
+MAMBA = LLAMA | {
+    "num_hidden_layers": 4, "mamba_n_heads": 16, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 32,
+    "mamba_d_conv": 4,
+}  # fmt: skip
+GRANITE_H = MAMBA | {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "shared_intermediate_size": 512, "num_local_experts": 0, "attention_multiplier": 0.5, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.25, "logits_scaling": 2.0,
+}  # fmt: skip
+NEMOTRON_H = LLAMA | {
+    "architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 4, "hybrid_override_pattern": "M-*M",
+    "head_dim": 32, "mamba_num_heads": 16, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+MAMBAS = {
+    "granitehybrid": GRANITE_H,
+    "granitehybrid, experts": GRANITE_H
+    | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 256, "attention_bias": True},
+    "bamba": MAMBA | {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "mamba_conv_bias": False},
+    "falcon-h1": MAMBA | {"architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 512, "head_dim": 32},
+    "falcon-h1, norm": MAMBA
+    | {"architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 512, "head_dim": 32, "mamba_rms_norm": True}
+    | {"mamba_norm_before_gate": False},
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H
+    | {"hybrid_override_pattern": "ME*E", "n_routed_experts": 5, "num_experts_per_tok": 2, "gating_func": 2}
+    | {"moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512, "routed_scaling_factor": 1.5}
+    | {"norm_topk_prob": True},
+}
+
+
+@pytest.mark.parametrize("family", MAMBAS)
+def test_file_with_mamba_equals_the_folder(
+    family: str, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decays, stored as exponentials, may differ in their last bit."""
+    folder = write_random_folder(tmp_path / "model", MAMBAS[family], torch.bfloat16)
+    floats = convert(folder, tmp_path / "floats.gguf")
+    ours, expected = (
+        logits_of(path, back_end, paged_runner, dtype="float32").log_softmax(dim=-1) for path in (floats, folder)
+    )
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    assert "not used" not in caplog.text
+    kinds = {"ssm_out.weight": "Q6_K", "ssm_conv1d.weight": "F32"}
+    source = read_source(convert(folder, tmp_path / "model.gguf", random_blocks(kinds, "Q4_K")))
+    quantization = source.quantization(QuantizationOptions())
+    decoder = load_model(source, back_end=back_end, quantization=quantization)
+    assert torch.isfinite(paged_runner(decoder).step({"a": PROMPT})["a"]).all()
+    if back_end.name == "cpp":
+        assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("granitehybrid", "ssm.inner_size", 500, "ssm.inner_size must be a multiple of embedding_length 256, got 500"),
+        ("bamba", "residual_scale", 0.5, "residual_scale = 0.5 is not supported yet: a Bamba has no such factor"),
+        ("falcon-h1", "ssm.time_step_rank", 15, "ssm.inner_size = 512 does not divide among 15 heads"),
+        ("nemotron_h_moe", "moe_latent_size", 64, "moe_latent_size = 64 is not supported yet"),
+        ("nemotron_h", "feed_forward_length", [0, 2, 0, 3], "feed_forward_length must be 0 or one other number"),
+    ],
+)
+def test_mamba_of_files_that_is_not_computed_is_refused(
+    family: str, key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    folder = write_random_folder(tmp_path / "model", MAMBAS[family], torch.float32)
+    name = "granitehybrid" if family == "bamba" else family
+    with pytest.raises(ModelError, match=re.escape(message)):
+        read_source(convert(folder, tmp_path / "model.gguf", **{f"{name}.{key}": value}))
 
 
 @pytest.mark.parametrize("heads", [[0, 2, 2], [0, -1], [1, 2]])

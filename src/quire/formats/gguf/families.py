@@ -1,7 +1,7 @@
 """Families of GGUF files, a function each: the keys of config.json, from the metadata of a file."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quire.formats.gguf.gguf_file import Metadata
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS
@@ -121,16 +121,122 @@ def minimax_m2(metadata: Metadata) -> dict[str, object]:
 
 def lfm2(metadata: Metadata, family: str = "Lfm2ForCausalLM") -> dict[str, object]:
     """Return the keys of an LFM2: layers with a convolution have 0 KV heads, and files hold the feed-forward's size."""
-    num_layers = metadata.size("block_count", limit=MAX_LAYERS)
-    kv_heads = metadata.counts("attention.head_count_kv", num_layers)
-    if len(set(kv_heads) - {0}) > 1:
-        raise metadata.error(f"attention.head_count_kv must be 0 or one other number, got {sorted(set(kv_heads))}")
+    kv_heads = _by_layer(metadata, "attention.head_count_kv")
     return rotary_decoder(metadata, num_kv_heads=max(kv_heads)) | {
         "architectures": [family],
         "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": metadata.size("shortconv.l_cache"),
+    }
+
+
+def _by_layer(metadata: Metadata, key: str) -> list[int]:
+    """Return a number for each block: 0, or one that is the same in all others."""
+    counts = metadata.counts(key, metadata.size("block_count", limit=MAX_LAYERS))
+    if len(set(counts) - {0}) > 1:
+        raise metadata.error(f"{key} must be 0 or one other number, got {sorted(set(counts))}")
+    return list(counts)
+
+
+def granite_hybrid(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Granite 4 H, or of a Bamba, which has rotary positions; a Mamba-2 has 0 KV heads."""
+    kv_heads, is_bamba = _by_layer(metadata, "attention.head_count_kv"), metadata.flag("rope.scaling.finetuned", True)
+    config = rotary_decoder(metadata, turns_part=is_bamba, num_kv_heads=max(kv_heads))
+    hidden_size, inner = metadata.size("embedding_length"), metadata.size("ssm.inner_size")
+    if inner % hidden_size:
+        raise metadata.error(f"ssm.inner_size must be a multiple of embedding_length {hidden_size}, got {inner}")
+    first = next((index for index, count in enumerate(kv_heads) if count), 0)
+    config |= _mamba(metadata, kv_heads) | {
+        "mamba_expand": inner // hidden_size, "attention_bias": metadata.has_tensor(f"blk.{first}.attn_q.bias")
+    }
+    if is_bamba:
+        for key in GRANITE_FACTORS:
+            metadata.reject(key, 0, 1, why="a Bamba has no such factor")
+        attending = [index for index, count in enumerate(kv_heads) if count]
+        return config | {"architectures": ["BambaForCausalLM"], "attn_layer_indices": attending}
+    num_experts = metadata.size("expert_count", 0, least=0)
+    dense = None if num_experts else int(str(config["intermediate_size"]))
+    return config | _granite_factors(metadata, config) | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "position_embedding_type": "nope",
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": metadata.size("expert_used_count") if num_experts else None,
+        "shared_intermediate_size": metadata.size("expert_shared_feed_forward_length", dense),
+    }
+
+
+def falcon_h1(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Falcon-H1: its factors are in the weights of a file, and gates come before a norm."""
+    return rotary_decoder(metadata) | _mamba(metadata, [0]) | {
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": metadata.size("ssm.inner_size"),
+        "mamba_rms_norm": metadata.has_tensor("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def nemotron_h(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Nemotron-H or Nemotron 3 Nano: blocks of Mamba-2 have neither KV heads nor feed-forwards."""
+    metadata.reject("moe_latent_size", 0, why="experts between two projections of all are not computed")
+    metadata.reject("expert_gating_func", 0, GATING_SIGMOID, why="the weights of its experts are sigmoids")
+    kv_heads, sizes = (_by_layer(metadata, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    num_layers = int(str(_later_blocks(metadata)["num_hidden_layers"]))
+    num_experts = metadata.size("expert_count", 0, least=0)
+    kinds = [
+        "full_attention" if count else ("moe" if num_experts else "mlp") if size else "linear_attention"
+        for count, size in zip(kv_heads, sizes, strict=True)
+    ][:num_layers]
+    is_mamba = [0 if kind == "linear_attention" else 1 for kind in kinds]
+    mamba = _mamba(metadata, is_mamba)
+    eps = "attention.layer_norm_rms_epsilon" if metadata.has("attention.layer_norm_rms_epsilon") else LAYER_NORM_EPS
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "hidden_size": metadata.size("embedding_length"),
+        "layers_block_type": kinds,
+        "num_attention_heads": metadata.size("attention.head_count"),
+        "num_key_value_heads": max(*kv_heads, 1),
+        "head_dim": metadata.size("attention.key_length", limit=MAX_HEAD_DIM),
+        "intermediate_size": max(*sizes, 1),
+        "max_position_embeddings": metadata.size("context_length", limit=MAX_POSITIONS),
+        "layer_norm_epsilon": metadata.number(eps),
+        "mamba_num_heads": mamba["mamba_n_heads"],
+        "mamba_head_dim": mamba["mamba_d_head"],
+        "n_groups": mamba["mamba_n_groups"],
+        "ssm_state_size": mamba["mamba_d_state"],
+        "conv_kernel": mamba["mamba_d_conv"],
+        "use_conv_bias": mamba["mamba_conv_bias"],
+    }
+    if not num_experts:
+        return config
+    num_groups = max(1, metadata.size("expert_group_count", 1, least=0))
+    return config | {
+        "n_routed_experts": num_experts,
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.size("expert_shared_feed_forward_length"),
+        "n_shared_experts": metadata.size("expert_shared_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.flag("expert_weights_norm", True),
+        "n_group": num_groups,
+        "topk_group": metadata.size("expert_group_used_count", num_groups, limit=num_groups),
+    }
+
+
+def _mamba(metadata: Metadata, kept: Sequence[int]) -> dict[str, object]:
+    """Return the sizes of layers of Mamba-2, by Bamba's names. `kept`: for each block, 0 if it is one."""
+    num_heads, inner = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
+    if inner % num_heads:
+        raise metadata.error(f"ssm.inner_size = {inner} does not divide among {num_heads} heads")
+    first = next((index for index, count in enumerate(kept) if not count), 0)
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner // num_heads,
+        "mamba_n_groups": metadata.size("ssm.group_count"),
+        "mamba_d_state": metadata.size("ssm.state_size", limit=MAX_HEAD_DIM),
+        "mamba_d_conv": metadata.size("ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.has_tensor(f"blk.{first}.ssm_conv1d.bias"),
     }
 
 
@@ -235,6 +341,10 @@ def _rope_scaling(metadata: Metadata) -> dict[str, object] | None:
     return scaling
 
 
+GRANITE_FACTORS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 OLMO3_FULL_EVERY = 4  # layers, where the file does not say
 WINDOW_PATTERN = "attention.sliding_window_pattern"
@@ -256,11 +366,12 @@ def llama(metadata: Metadata) -> dict[str, object]:
 def granite(metadata: Metadata) -> dict[str, object]:
     """Return the keys of a Granite."""
     config = llama(metadata) | {"architectures": ["GraniteForCausalLM"]}
-    config["attention_multiplier"] = metadata.number("attention.scale", int(str(config["head_dim"])) ** -0.5)
-    for key, name in (("embedding_scale", "embedding_multiplier"), ("residual_scale", "residual_multiplier"),
-                      ("logit_scale", "logits_scaling")):  # fmt: skip
-        config[name] = metadata.number(key, 1.0)
-    return config
+    return config | _granite_factors(metadata, config)
+
+
+def _granite_factors(metadata: Metadata, config: Mapping[str, object]) -> dict[str, object]:
+    default = {"attention.scale": int(str(config["head_dim"])) ** -0.5}
+    return {name: metadata.number(key, default.get(key, 1.0)) for key, name in GRANITE_FACTORS.items()}
 
 
 def olmo2(metadata: Metadata) -> dict[str, object]:

@@ -16,7 +16,7 @@ from quire.formats.gguf import families
 from quire.formats.gguf.families import of_family
 from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, Metadata, TensorEntry
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, LayerSpec, WeightMap
+from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, LayerSpec, Mamba, WeightMap
 
 MAX_ENTRIES = 4 * MAX_TENSORS
 STACKED = {"_exps.weight": 3, "_exps.bias": 2}  # and their dimensions
@@ -71,6 +71,14 @@ _QWEN3_5_WEIGHTS = replace(
     delta_norm="ssm_norm", delta_out="ssm_out", is_conv_plain=True,
 )  # fmt: skip
 _QWEN3_NEXT_WEIGHTS = replace(_QWEN3_5_WEIGHTS, delta_rates=("ssm_ba",))
+_MAMBA_WEIGHTS = replace(
+    _EXPERT_WEIGHTS, mamba_in="ssm_in", mamba_conv="ssm_conv1d", mamba_rate="ssm_a", mamba_rate_bias="ssm_dt.bias",
+    mamba_skip="ssm_d", mamba_norm="ssm_norm", mamba_out="ssm_out", is_conv_plain=True,
+)  # fmt: skip
+_NEMOTRON_WEIGHTS = replace(
+    _MAMBA_WEIGHTS, feed_forward_norm="attn_norm", feed_forward_in=("ffn_up",),
+    experts=replace(EXPERT_NAMES, expert_in=("ffn_up.{expert}",), shared_in=("ffn_up_shexp",)),
+)  # fmt: skip
 _BIASED_EXPERTS = "leading_dense_block_count", "expert_weights_scale", "expert_gating_func"
 _GROUPED_EXPERTS = *_BIASED_EXPERTS, "expert_group_count"
 
@@ -163,6 +171,16 @@ ARCHITECTURES = {
     "dots1": Architecture(families.dots1, _EXPERT_WEIGHTS, reads=_GROUPED_EXPERTS),
     "minimax-m2": Architecture(families.minimax_m2, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
     "ernie4_5-moe": Architecture(families.ernie4_5_moe, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
+    "granitehybrid": Architecture(
+        families.granite_hybrid, _MAMBA_WEIGHTS, has_permuted_heads=True, reads=tuple(families.GRANITE_FACTORS)
+    ),
+    "falcon-h1": Architecture(families.falcon_h1, replace(_MAMBA_WEIGHTS, experts=None)),
+    "nemotron_h": Architecture(
+        families.nemotron_h, replace(_NEMOTRON_WEIGHTS, experts=None), has_permuted_heads=True
+    ),
+    "nemotron_h_moe": Architecture(
+        families.nemotron_h, _NEMOTRON_WEIGHTS, has_permuted_heads=True, reads=_GROUPED_EXPERTS
+    ),
     "lfm2": Architecture(families.lfm2, replace(_LFM2_WEIGHTS, experts=None)),
     "lfm2moe": Architecture(families.lfm2_moe, _LFM2_WEIGHTS, reads=_BIASED_EXPERTS),
     "gpt-oss": Architecture(families.gpt_oss, _GPT_OSS_WEIGHTS, flags={"attention_bias": QUERY_BIAS}),
@@ -233,7 +251,7 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
     later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
     spec = replace(spec, weights=replace(names, skipped=later))
-    if spec.delta_nets:
+    if spec.has_states:
         spec = spec.with_layers(partial(_as_stored, is_tiled=architecture.has_tiled_heads))
     if spec.rotary is None or ROPE_FREQS not in file.tensors:
         return spec
@@ -242,7 +260,11 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
 
 
 def _as_stored(layer: LayerSpec, *, is_tiled: bool) -> LayerSpec:
-    """Return a layer with what files store of a gated delta net in another form."""
+    """Return a layer with what files store of a gated delta net, or a Mamba-2, in another form."""
+    if layer.beside is not None:
+        return replace(layer, beside=replace(layer.beside, has_plain_rate=True))
+    if isinstance(layer.mixer, Mamba):
+        return replace(layer, mixer=replace(layer.mixer, has_plain_rate=True))
     if not isinstance(layer.mixer, DeltaNet):
         return layer
     return replace(layer, mixer=replace(layer.mixer, is_tiled=is_tiled, has_plain_rate=True))
