@@ -84,7 +84,7 @@ def converted(
     metadata |= tokenizer_metadata(folder, changes.pop("pre", "gpt-2")) if has_tokenizer(folder) else {}
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
-    loaded = _with_stacked_norms(load_file(folder / "model.safetensors"))
+    loaded = _with_stacked_norms(_without_heads(load_file(folder / "model.safetensors")))
     loaded = _with_plain_mlps(_with_plain_groups(loaded, config), config)
     if f"{architecture}.attention.key_length_mla" in metadata:
         loaded = _with_split_latents(loaded, config)
@@ -377,6 +377,11 @@ _NAMES = {
 }  # fmt: skip
 
 
+def _without_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors without those of heads that predict later tokens, which files here leave out."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+
+
 def _with_stacked_norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors with the norms of StableLM's heads as one."""
     found: dict[str, Tensor] = {}
@@ -513,7 +518,7 @@ def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Pat
     config = json.loads((folder / "config.json").read_text())
     source = read_gguf(file)
     checkpoint, tensors = source.open_tensors(source.quantization(QuantizationOptions())).checkpoint, {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in _without_heads(load_file(folder / "model.safetensors")).items():
         renamed, moved = _stored(name, tensor, config, str(source.file.metadata["general.architecture"]))
         values = to_tensor(checkpoint.read(renamed, 0, len(moved))).reshape(moved.shape)
         is_transposed = name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
