@@ -20,6 +20,12 @@ Transformers' models through Quire beside transformers' own continuous batching,
         --engines "Quire, through transformers;transformers, continuous"
 
 (`--requests 4` cuts workloads short for a try.)
+
+A model of a shape without files, and llama.cpp's library on a random file of that shape (bench/random_gguf.py):
+
+    python bench/peers.py FOLDER --load-format dummy -q int8 --llama-cpp LIBRARIES --gguf FILE --only decode1,prefill
+
+On a busy machine: taskset -c 0, which lends all engines one CPU and one thread, and --cpu-time.
 """
 
 import json
@@ -67,11 +73,14 @@ class Plan:
 class Session:
     """Measures contests, keeps what was found, and writes it after each."""
 
-    def __init__(self, workloads: Workloads, calibration: Calibration, folder: Path, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, workloads: Workloads, calibration: Calibration, folder: Path, facts: dict[str, Any], *, by_cpu: bool
+    ) -> None:
         self._workloads = workloads
         self._calibration = calibration
         self._folder = folder
         self._facts = facts
+        self._by_cpu = by_cpu
         self._contests: list[tuple[str, str, ContestRecord]] = []  # model, way of asking
 
     def hold(self, model: str, way: str, specs: list[EngineSpec], names: list[str], plan: Plan) -> None:
@@ -90,7 +99,8 @@ class Session:
 
     def table(self) -> str:
         """Return the table and, under it, what it depends on."""
-        rows = [row for model, _, record in self._contests for row in table.workload_rows(model, record)]
+        found = (table.workload_rows(model, record, by_cpu=self._by_cpu) for model, _, record in self._contests)
+        rows = [row for each in found for row in each]
         for model, way, record in self._contests:
             rows += table.rows(model, record) if way == "in process" else ()
         return table.markdown(rows) + "\n" + self._conditions() + "\n"
@@ -169,14 +179,17 @@ def ways(names: list[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def engines_of(
-    way: str, peers: Installed, model: Path, openvino_model: Path | None, quantization: str | None, engines: str | None
-) -> list[EngineSpec]:
+    way: str, peers: Installed, model: Path, openvino_model: Path | None, quantization: str | None,
+    engines: str | None, load_format: str,
+) -> list[EngineSpec]:  # fmt: skip
     """Return the engines that are asked in that way: of `engines`, titles with ; between, if given, and Quire."""
     if way == "over HTTP":
         specs = roster.over_http(peers, model, quantization=quantization)
     else:
         caching = way == CACHES_ON
-        specs = roster.in_process(peers, model, openvino_model, prefix_caching=caching, quantization=quantization)
+        specs = roster.in_process(
+            peers, model, openvino_model, prefix_caching=caching, quantization=quantization, load_format=load_format
+        )
     if engines is None:
         return specs
     asked = {OURS, *engines.split(";")}
@@ -202,6 +215,9 @@ def main(
         str | None, typer.Option("--quantization", "-q", help="of our weights; Quire without it takes part, too")
     ] = None,
     transformers: Annotated[Path | None, typer.Option(help="default: this one, if it has transformers")] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="folder of its libraries; in process, with --gguf")] = None,
+    gguf: Annotated[Path | None, typer.Option(exists=True, help="what llama.cpp runs, and Quire, too")] = None,
+    load_format: Annotated[str, typer.Option(help="dummy: random weights for each folder's config.json")] = "auto",
     no_transformers: Annotated[bool, typer.Option("--no-transformers", help="leave it out")] = False,
     server: Annotated[list[str] | None, typer.Option(help="TITLE=COMMAND of an OpenAI server, with {port}")] = None,
     engines: Annotated[str | None, typer.Option(help="titles that take part beside Quire, with ; between")] = None,
@@ -212,6 +228,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="of single requests")] = 5,
     burst_turns: Annotated[int, typer.Option(min=1, help="of bursts")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="everything once, cut short: no figures")] = False,
+    cpu_time: Annotated[bool, typer.Option("--cpu-time", help="of all threads: for a busy machine")] = False,
     output: Annotated[Path, typer.Option(help="Markdown; JSON beside it")] = Path("peers.md"),
 ) -> None:
     """Measure, print the table, and write it."""
@@ -219,7 +236,7 @@ def main(
     if transformers is None and not no_transformers and find_spec("transformers"):
         transformers = Path(sys.executable)
     fallback = OURS_FALLBACK in (engines or "").split(";")
-    peers = Installed(vllm, openvino, transformers, tuple(server or ()), fallback)
+    peers = Installed(vllm, openvino, transformers, tuple(server or ()), fallback, llama_cpp, gguf)
     for title, reason in roster.absent(peers, openvino_model or []).items():
         print(f"{title} is left out: {reason}", flush=True)
     plan = Plan(1, 1, 1) if quick else Plan(loads, turns, burst_turns)
@@ -231,14 +248,14 @@ def main(
     facts["quantization"] = quantization or "none"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        session = Session(asked_of_all, Calibration(calibration, folder), folder, facts)
+        session = Session(asked_of_all, Calibration(calibration, folder), folder, facts, by_cpu=cpu_time)
         for number, model in enumerate(models):
             present = peers if number == 0 else replace(peers, transformers=None)
             for path in filter(None, (model, exported[number])):
                 fill_page_cache(path)
             for way, asked in ways(names[number]):
                 if asked:
-                    specs = engines_of(way, present, model, exported[number], quantization, engines)
+                    specs = engines_of(way, present, model, exported[number], quantization, engines, load_format)
                     once = plan if way == "in process" else replace(plan, loads=1)
                     try:
                         session.hold(model.name, way, specs, asked, once)

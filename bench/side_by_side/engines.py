@@ -173,7 +173,7 @@ class Server(Engine):
 
     async def _burst(self, items: Sequence[WorkItem]) -> Answers:
         async with open_session(None) as session:
-            target = Target(self._url, await first_model(session, self._url), LIMIT_S)
+            target = Target(self.url, await first_model(session, self.url), LIMIT_S)
             run = await HttpLoad(session, target, items, Schedule([0.0] * len(items), len(items))).run()
         made = sum(request.num_output_tokens for request in run.requests)
         if run.failures or made != sum(item.output_len for item in items):
@@ -182,7 +182,7 @@ class Server(Engine):
 
     def _launch(self) -> subprocess.Popen[str]:
         port = str(_free_port())
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         return self._popen([word.replace("{port}", port) for word in self._spec.command], stdin=subprocess.DEVNULL)
 
     def _wait_for_first_token(self) -> None:

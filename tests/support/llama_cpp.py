@@ -80,21 +80,29 @@ class LlamaCpp:
 
         With `start` the sequence goes on: as many positions are known from the calls before.
         """
+        return self._logits(ids, start, [1] * len(ids))
+
+    def last_logits(self, ids: Sequence[int], start: int = 0) -> Tensor:
+        """Return those of the last position alone, [vocab_size]."""
+        return self._logits(ids, start, [0] * (len(ids) - 1) + [1])[0]
+
+    def _logits(self, ids: Sequence[int], start: int, is_wanted: Sequence[int]) -> Tensor:
         library, count = self._library, len(ids)
         memory = library.llama_get_memory(self._context)
         assert library.llama_memory_seq_rm(memory, 0, start, -1)
         batch = library.llama_batch_init(count, 0, 1)
         batch.n_tokens = count
-        for n, token in enumerate(ids):
-            batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.logits[n] = token, start + n, 1, 1
+        for n, (token, wanted) in enumerate(zip(ids, is_wanted, strict=True)):
+            batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.logits[n] = token, start + n, 1, wanted
             batch.seq_id[n][0] = 0
         status = library.llama_decode(self._context, batch)
         library.llama_batch_free(batch)
         assert status == 0, status
         address = library.llama_get_logits(self._context)
+        num_rows = sum(is_wanted)
         return (
-            torch.frombuffer((c_float * (count * self.vocab_size)).from_address(address), dtype=torch.float32)
-            .view(count, self.vocab_size)
+            torch.frombuffer((c_float * (num_rows * self.vocab_size)).from_address(address), dtype=torch.float32)
+            .view(num_rows, self.vocab_size)
             .clone()
         )
 

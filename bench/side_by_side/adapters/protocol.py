@@ -33,6 +33,7 @@ class Settings:
     prefix_caching: bool = False
     quantization: str | None = None  # of weights, where the engine quantizes them itself
     model_impl: str = "auto"  # of Quire
+    load_format: str = "auto"  # "dummy": random weights for the config in the folder
     kv_cache_gib: int = 2
     max_num_seqs: int = 64
     max_model_len: int = 4096

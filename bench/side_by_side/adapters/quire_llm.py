@@ -18,6 +18,7 @@ def load(settings: Settings) -> Loaded:
         "enable_prefix_caching": settings.prefix_caching,
         "quantization": settings.quantization,
         "model_impl": settings.model_impl,
+        "load_format": settings.load_format,
     }
     llm = LLM(model=settings.model, **chosen)
 

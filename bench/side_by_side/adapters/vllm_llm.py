@@ -14,6 +14,7 @@ def load(settings: Settings) -> Loaded:
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "enable_prefix_caching": settings.prefix_caching,
+        "load_format": settings.load_format,
         "disable_log_stats": True,
     }
     engine = LLM(settings.model, **chosen).llm_engine
