@@ -80,6 +80,36 @@ def test_beams_of_mamba_are_those_without_a_prefix_cache(mambas: dict[str, Path]
     check_beams(mambas["nemotron-h"])
 
 
+@pytest.mark.parametrize("options", [{"data_parallel_size": 2}, {"enable_sleep_mode": True}], ids=str)
+def test_engines_of_mamba_and_one_that_has_slept_have_the_bits_of_one(
+    mambas: dict[str, Path], options: dict[str, Any]
+) -> None:
+    prompts, params = asked()
+    expected = alone(mambas["falcon-h1"], ISAS[0], "bfloat16")
+    with LLM(mambas["falcon-h1"], dtype="bfloat16", max_model_len=160, block_size=8, **options) as llm:
+        for _ in range(2):
+            assert [answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)] == expected
+            if "enable_sleep_mode" in options:
+                llm.sleep(level=1)
+                llm.wake_up()
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8_per_token_head"])
+def test_mamba_beside_keys_and_values_in_8_bits_has_the_bits_of_requests_alone(
+    mambas: dict[str, Path], kv_dtype: str
+) -> None:
+    prompts, params = asked()
+    settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_dtype, "max_model_len": 160}
+    with LLM(mambas["falcon-h1"], enable_prefix_caching=False, **settings) as llm:
+        expected = [
+            answers_of(llm.generate([prompt], own, use_tqdm=False)[0])
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+    with LLM(mambas["falcon-h1"], block_size=8, max_num_batched_tokens=23, num_kv_blocks=60, **settings) as llm:
+        for _ in range(2):
+            assert [answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)] == expected
+
+
 def test_ranks_of_mamba_are_refused_by_name(mambas: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size 2: layers of Mamba-2 are not supported yet"):
         LLM(mambas["bamba"], tensor_parallel_size=2)
