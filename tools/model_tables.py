@@ -44,6 +44,7 @@ CONFIG: dict[str, object] = {  # config.json of a model with vision
 SECTIONS = {"rope_parameters": {"mrope_section": [3, 3, 2]}}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architecture has in its place
+    "LlavaOnevisionForConditionalGeneration": {"vision_config": {}},
     "Qwen2VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"num_heads": 16}},
     "Qwen2_5_VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS},
     "BambaForCausalLM": {"attn_layer_indices": [1], **MAMBA},
@@ -105,6 +106,7 @@ class Cases:
         "Gemma3Text": "Gemma3ForCausalLM",
         "Gemma3": "Gemma3ForConditionalGeneration",
         "Llava": "LlavaForConditionalGeneration",
+        "LlavaOnevision": "LlavaOnevisionForConditionalGeneration",
         "Mistral3": "Mistral3ForConditionalGeneration",
         "Qwen2VL": "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VL": "Qwen2_5_VLForConditionalGeneration",

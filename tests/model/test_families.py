@@ -33,7 +33,8 @@ NUM_GREEDY = 24          # every position is compared with forced tokens
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
     name: f"{name}ForConditionalGeneration"
     for name in (
-        "Gemma3", "Llava", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe",
+        "Gemma3", "Llava", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5",
+        "Qwen3_5Moe",
     )
 }  # of classes that are not called as the rest
 NAMES |= {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
@@ -125,6 +126,7 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
     "patch_size": 4,
 }  # fmt: skip
+SIGLIP = VISION | {"model_type": "siglip_vision_model", "vision_use_head": False}
 CLIP = VISION | {"model_type": "clip_vision_model", "num_hidden_layers": 2}
 QWEN_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48,
@@ -610,6 +612,20 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "text_config": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
             "vision_config": PIXTRAL, "image_token_index": 159, "vision_feature_layer": -1,
             "vision_feature_select_strategy": "full",
+        },
+    ),
+    "llava-onevision, of a qwen2": (
+        "LlavaOnevision",
+        {
+            "text_config": LLAMA | {"model_type": "qwen2"}, "vision_config": SIGLIP, "image_token_index": 159,
+            "image_grid_pinpoints": [[16, 32]],
+        },
+    ),
+    "llava-onevision, of a llama, tied": (
+        "LlavaOnevision",
+        {
+            "text_config": LLAMA | {"model_type": "llama"}, "vision_config": SIGLIP, "image_token_index": 159,
+            "image_grid_pinpoints": [[32, 32]], "tie_word_embeddings": True,
         },
     ),
     "qwen2-vl": (

@@ -170,6 +170,36 @@ def write_llava(folder: Path, num_positions: int = 512) -> Path:
     return folder
 
 
+_ONEVISION_SIZES = [[28, 28], [28, 56], [56, 28], [56, 56]]
+
+
+def write_llava_onevision(folder: Path) -> Path:
+    """Write a LLaVA-OneVision, 16 tokens a tile, which needs transformers, into an empty folder."""
+    import torch
+    import transformers
+
+    from support.random_parameters import randomize
+
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(IMAGE, special=True, normalized=False)])
+    image_id = tokenizer.token_to_id(IMAGE)
+    torch.manual_seed(3)
+    config = transformers.LlavaOnevisionConfig(
+        text_config=_TEXT | {"model_type": "qwen2", "vocab_size": image_id + 1}, image_token_index=image_id,
+        vision_config=_SIGLIP | {"image_size": 28, "patch_size": 7}, image_grid_pinpoints=_ONEVISION_SIZES,
+    )  # fmt: skip
+    model = transformers.LlavaOnevisionForConditionalGeneration(config).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    save(tokenizer, folder, chat_template=TEMPLATE)
+    processor = {
+        "image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 28, "width": 28}, "do_pad": True,
+        "image_grid_pinpoints": _ONEVISION_SIZES,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 def write_gemma3(folder: Path) -> Path:
     """Write a Gemma 3, four tokens an image, which needs transformers, into an empty folder."""
     import torch

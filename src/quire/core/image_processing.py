@@ -5,9 +5,9 @@ The rest, rescaling and normalization, depends on the 8 bits of a value alone an
 pixels are 8 bits a value until they are encoded, and the process that decodes images does without NumPy.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from io import BytesIO
-from math import ceil, floor, sqrt
+from math import ceil, floor, inf, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from quire.core.arrays import Array  # loads NumPy: the process that decodes images does without
 
-Resize = Literal["crop", "fixed", "any", "bounded"]
+Resize = Literal["crop", "fixed", "any", "bounded", "tiles"]
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 MAX_EDGE = 4096             # longest edge behind a resize to one size, in pixels; models have 224 to 1,540
 MAX_PATCHES = 1 << 16       # an image of any size has no more; Qwen-VL's have at most as many
+MAX_KEPT = 1.1              # root of tiles of rows by those that an image keeps; of more it keeps fewer
 MAX_ASPECT = 200            # sides of an image of any size; transformers refuses others, too
 MAX_RESIZED_PIXELS = 1 << 25  # between the resize and the crop, where a strip would need gigabytes
 PILLOWS_PIXELS = 178_956_970  # past these Pillow refuses to open a file
@@ -50,8 +51,10 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     `resize`: "crop" scales the shorter edge to `shortest_edge` and cuts height x width from the center; "fixed" scales
     to height x width; "any" scales both edges alike, to multiples of patch_size * pool with `min_pixels` to
     `max_pixels` in all; "bounded" scales larger images down to height x width at most, both edges alike, and then each
-    up to a multiple. `resample`: Pillow's number of a filter. `pool`: patches of a row that one token stands for.
-    `num_extra`: tokens of an image beside its patches. `has_row_ends`: one of text stands behind each row of them.
+    up to a multiple; "tiles" scales to one of `sizes`, both edges alike, pads with black to it, and puts a tile of
+    height x width, the image scaled to that, below. `resample`: Pillow's number of a filter. `pool`: patches of a row
+    that one token stands for. `num_extra`: tokens of an image beside its patches. `has_row_ends`: one of text stands
+    behind each row of them. `most_tiles`: tiles with as many tokens as an image has, beside those of all of it.
     """
 
     family: str
@@ -70,6 +73,8 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     min_pixels: int = 0
     max_pixels: int = 0
     has_row_ends: bool = False
+    sizes: tuple[tuple[int, int], ...] = ()
+    most_tiles: int = 0
 
     @property
     def unit(self) -> int:
@@ -79,6 +84,8 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
     @property
     def least_tokens(self) -> int:
         """Fewest placeholders of an image of any size."""
+        if self.resize == "tiles":
+            return (self.height // self.patch_size) ** 2 + 2
         return max(1, ceil(self.min_pixels / self.unit**2)) + self.has_row_ends
 
     @property
@@ -86,11 +93,30 @@ class ImageSettings(msgspec.Struct, array_like=True, frozen=True):
         """Most placeholders of an image."""
         if self.resize == "any":
             return min(self.max_pixels // self.unit**2, MAX_PATCHES // self.pool**2)
+        if self.resize == "tiles":
+            side = self.height // self.patch_size
+            most = int(MAX_KEPT**2 * self.most_tiles * side**2)
+            grids = ((height // self.height * side, width // self.width * side) for height, width in self.sizes)
+            return side**2 + max(min(rows * columns, most) + rows for rows, columns in grids)
         return self.num_tokens((ceil(self.height / self.unit), ceil(self.width / self.unit)))
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Return the number of placeholders of an image with a grid."""
+        if self.resize == "tiles":
+            side = self.height // self.patch_size
+            rows, columns = shrunk(grid, side, self.most_tiles)
+            return side**2 + rows * (columns + 1)
         return grid[0] * (grid[1] + self.has_row_ends) + self.num_extra
+
+    def num_tiles(self, image: PreparedImage) -> int:
+        """Return the tiles of an image, that of all of it included."""
+        return (image.height // self.height - 1) * (image.width // self.width) + 1
+
+    def has_tiles(self, image: PreparedImage) -> bool:
+        """Return whether an image has one of the sizes, and a grid of it."""
+        side, size = self.height // self.patch_size, (image.height - self.height, image.width)
+        most = (edge // self.height * side for edge in size)
+        return size in self.sizes and all(0 < own <= limit for own, limit in zip(image.grid, most, strict=True))
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -111,9 +137,13 @@ _PIXTRAL = {
     "size": {"longest_edge": 1024}, "resample": 3, "patch_size": 16, "image_mean": _CLIP["image_mean"],
     "image_std": _CLIP["image_std"],
 }  # fmt: skip
+_ONEVISION = {
+    "size": {"height": 384, "width": 384}, "resample": 3, "image_mean": _CLIP["image_mean"],
+    "image_std": _CLIP["image_std"],
+}  # fmt: skip
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {    # transformers'
     "llava": _CLIP, "gemma3": _GEMMA3, "qwen2_vl": _QWEN_VL, "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL,
-    "pixtral": _PIXTRAL,
+    "pixtral": _PIXTRAL, "llava_onevision": _ONEVISION,
 }  # fmt: skip
 _READ = frozenset((
     "do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_convert_rgb", "do_pad", "do_pan_and_scan", "size",
@@ -251,6 +281,42 @@ def settings_of_bounded_size(
     )
 
 
+def settings_of_tiles(
+    where: str, processor: Mapping[str, Any], family: str, *, image_token_id: int, patch_size: int, size: int,
+    sizes: tuple[tuple[int, int], ...], most_tiles: int,
+) -> ImageSettings:  # fmt: skip
+    """Return the settings of a processor, by the keys of its file `where`, for an encoder of tiles; rest as there.
+
+    `sizes`: of images, by config.json. ModelError as in `image_settings`.
+    """
+    given = _given(where, processor, family)
+    _check_keys(where, given, _READ | {"image_grid_pinpoints"}, off=("do_center_crop", "do_pan_and_scan"))
+    pinpoints = given.get("image_grid_pinpoints")
+    if pinpoints is not None and pinpoints != [list(each) for each in sizes]:
+        raise ModelError(f"{where}: image_grid_pinpoints {shown(pinpoints)} are not those of config.json")
+    target, _ = _size(where, {**given, "do_center_crop": False})
+    settings = ImageSettings(
+        family=family,
+        image_token_id=image_token_id,
+        patch_size=patch_size,
+        resize="tiles",
+        height=_integer(where, "height", target.get("height"), 1, MAX_EDGE),
+        width=_integer(where, "width", target.get("width"), 1, MAX_EDGE),
+        resample=_integer(where, "resample", given["resample"], 0, 5),
+        scale=_number(where, "rescale_factor", given.get("rescale_factor", 1 / 255)),
+        mean=_numbers(where, "image_mean", given["image_mean"]),
+        std=_numbers(where, "image_std", given["image_std"], LEAST_STD),
+        sizes=sizes,
+        most_tiles=most_tiles,
+    )
+    if (settings.height, settings.width) != (size, size):
+        raise ModelError(
+            f"{where} gives tiles of {settings.height} x {settings.width} pixels, and the encoder of config.json "
+            f"reads {size} x {size}"
+        )
+    return settings
+
+
 def _given(where: str, processor: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the settings of a processor over those that transformers has for a family."""
     if family not in _DEFAULTS:
@@ -377,6 +443,8 @@ class _Size(NamedTuple):
 
 def prepared(image: "Image", settings: ImageSettings) -> PreparedImage:
     """Return an RGB image of Pillow as the model gets it. InvalidRequestError for edges that no resize can fit."""
+    if settings.resize == "tiles":
+        return _tiled(image, settings)
     size = _resized(_Size(image.height, image.width), settings)
     if size != (image.height, image.width):
         image = image.resize((size.width, size.height), resample=settings.resample)
@@ -441,6 +509,60 @@ def _bounded(size: _Size, settings: ImageSettings) -> _Size:
             f"{settings.height} at most it would have none"
         )
     return _Size(((height - 1) // unit + 1) * unit, ((width - 1) // unit + 1) * unit)
+
+
+def _tiled(image: "Image", settings: ImageSettings) -> PreparedImage:
+    """Return an image as tiles, as LLaVA-OneVision's processor makes them of a single one."""
+    from PIL import Image  # noqa: PLC0415 (an extra)
+
+    size, tile = _Size(image.height, image.width), settings.height
+    height, width = best_size(size, settings.sizes)
+    grid = tiled_grid(size, (height, width), tile, tile // settings.patch_size)
+    by_width, by_height = width / size.width, height / size.height
+    if by_width < by_height:
+        scaled = _Size(min(ceil(size.height * by_width), height), width)
+    else:
+        scaled = _Size(height, min(ceil(size.width * by_height), width))
+    canvas = Image.new("RGB", (width, height + tile))
+    left, top = (width - scaled.width) // 2, (height - scaled.height) // 2
+    canvas.paste(image.resize((scaled.width, scaled.height), resample=settings.resample), (left, top))
+    canvas.paste(image.resize((tile, tile), resample=settings.resample), (0, height))
+    return PreparedImage(canvas.height, canvas.width, grid, canvas.tobytes())
+
+
+def best_size(size: tuple[int, int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the size that shows the most pixels of an image, of equal ones that with the fewest others."""
+    (own_height, own_width), best, most, fewest = size, sizes[0], 0, inf
+    for height, width in sizes:
+        scale = min(width / own_width, height / own_height)
+        shown_pixels = min(int(own_width * scale) * int(own_height * scale), own_width * own_height)
+        others = height * width - shown_pixels
+        if shown_pixels > most or (shown_pixels == most and others < fewest):
+            best, most, fewest = (height, width), shown_pixels, others
+    return best
+
+
+def tiled_grid(size: tuple[int, int], scaled: tuple[int, int], tile: int, side: int) -> tuple[int, int]:
+    """Return the rows and columns of what an encoder gives for an image of a size, without those of its padding.
+
+    `scaled`: the height and width that it is scaled and padded to. `side`: rows that it gives for a tile.
+    InvalidRequestError for an image without any.
+    """
+    (height, width), (rows, columns) = size, (edge // tile * side for edge in scaled)
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    if min(rows, columns) < 1:
+        raise InvalidRequestError(f"has {width} x {height} pixels and is too narrow: no patch would show it")
+    return rows, columns
+
+
+def shrunk(grid: tuple[int, int], side: int, most_tiles: int) -> tuple[int, int]:
+    """Return the rows and columns that an image keeps: at most about as many as a number of tiles have."""
+    rows, columns = grid
+    ratio = sqrt(rows * columns / (most_tiles * side**2))
+    return (int(rows // ratio), int(columns // ratio)) if ratio > MAX_KEPT else grid
 
 
 def _first(length: int, wanted: int) -> int:

@@ -60,10 +60,10 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     """Images that an engine accepts.
 
     settings: of the processor that makes the pixels, by the model's files. num_tokens: placeholders of each image;
-    size: rows and columns of its pixels. Where images have any size these are 0, and those of one placeholder. cost:
-    tokens of a step that the encoding of an image is charged as, and with them `token_cost` for each placeholder and
-    `pair_cost` for each pair of them. max_tokens: most placeholders of one image, what the encoder cache holds.
-    is_whole: the placeholders of an image see each other, and a step computes all of them.
+    size: rows and columns of its pixels. Where images have any size these are 0, and those of one placeholder, or of a
+    tile. cost: tokens of a step that the encoding of an image, or of a tile, is charged as, and with them `token_cost`
+    for each placeholder and `pair_cost` for each pair of them. max_tokens: most placeholders of one image, what the
+    encoder cache holds. is_whole: the placeholders of an image see each other, and a step computes all of them.
     """
 
     settings: ImageSettings
@@ -75,9 +75,11 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
     token_cost: float = 0.0
     pair_cost: float = 0.0
 
-    def cost_of(self, num_tokens: int) -> int:
-        """Return the tokens of a step that the encoding of an image with so many placeholders is charged as."""
-        return self.cost + ceil(num_tokens * (self.token_cost + num_tokens * self.pair_cost))
+    def cost_of(self, image: PromptImage) -> int:
+        """Return the tokens of a step that the encoding of an image is charged as."""
+        if self.settings.resize == "tiles":
+            return self.cost * self.settings.num_tiles(image.prepared)
+        return self.cost + ceil(image.num_tokens * (self.token_cost + image.num_tokens * self.pair_cost))
 
     def check(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> None:
         """Raise InvalidRequestError for images that are not of this form, or not where placeholders are.
@@ -97,7 +99,14 @@ class ImageInputs(msgspec.Struct, array_like=True, frozen=True):
                 rows, columns = found.grid
                 if min(rows, columns) < 1:
                     raise _error(index, f"must have a grid of at least 1 x 1, got {rows} x {columns}")
-                height, width, num_tokens = rows * height, columns * width, self.settings.num_tokens(found.grid)
+                num_tokens = self.settings.num_tokens(found.grid)
+                if self.settings.resize == "tiles":
+                    if not self.settings.has_tiles(found):
+                        own = f"{found.height} x {found.width} with a grid of {rows} x {columns}"
+                        raise _error(index, f"must have tiles of {height} x {width} pixels, got {own}")
+                    height, width = found.height, found.width
+                else:
+                    height, width = rows * height, columns * width
             if num_tokens > self.max_tokens:
                 raise _error(index, f"takes {num_tokens} tokens, and image_cache_memory holds {self.max_tokens}")
             num_bytes = height * width * NUM_CHANNELS

@@ -61,6 +61,7 @@ from quire.model.mtp import MtpHead
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.spec import DecoderSpec
+from quire.model.tiled_vision import TiledTower
 from quire.model.vision import VisionTower, flops
 from quire.scheduling.image_encodings import ImageEncodings
 from quire.scheduling.scheduler import Scheduler, make_scheduler
@@ -348,7 +349,8 @@ def _image_inputs(
     if settings is None:
         return "the settings of the model's image processor cannot be used, for a reason that the log has"
     num_bytes, token_flops = parse_bytes(options.image_cache_memory, "image_cache_memory"), _token_flops(model.spec)
-    least = spec.num_tokens if spec.merging is None else settings.least_tokens
+    is_of_one_size = spec.merging is None and spec.tiles is None
+    least = spec.num_tokens if is_of_one_size else settings.least_tokens
     if num_bytes < least * row_bytes:
         raise ConfigError(
             f"image_cache_memory {options.image_cache_memory} holds no image of the model: one takes "
@@ -357,6 +359,8 @@ def _image_inputs(
     max_tokens, size = int(num_bytes // row_bytes), spec.image_size
     if spec.merging is None:
         cost = math.ceil(flops(spec) / token_flops)
+        if spec.tiles is not None:
+            return ImageInputs(settings, 0, (spec.tiles.size, spec.tiles.size), cost, max_tokens)
         return ImageInputs(settings, spec.num_tokens, (size, size), cost, max_tokens, spec.sees_whole)
     row_flops, pair_flops = merged_flops(spec)
     return ImageInputs(
@@ -365,7 +369,7 @@ def _image_inputs(
     )
 
 
-def _vision(model: LanguageModel, ranks: "RankSet | None") -> VisionTower | MergingTower:
+def _vision(model: LanguageModel, ranks: "RankSet | None") -> VisionTower | MergingTower | TiledTower:
     """Return the encoder of a model of images, of several ranks that of rank 0."""
     own = model if ranks is None else ranks.own_model
     assert isinstance(own, Decoder)

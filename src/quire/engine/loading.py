@@ -85,7 +85,7 @@ def load(
     if options.pixel_limits != PixelLimits() and (spec.vision is None or not spec.vision.has_places):
         what = (
             "reads text alone" if spec.vision is None else "reads images of one size" if spec.vision.merging is None
-            else "bounds edges of images, not their area"
+            and spec.vision.tiles is None else "bounds edges of images, not their area"
         )  # fmt: skip
         raise ConfigError(f"mm_processor_kwargs {options.mm_processor_kwargs!r}: the model {what}")
     head_dim = spec.head_dim

@@ -64,7 +64,8 @@ def most_image_tokens(vision: VisionSpec, settings: ImageSettings | None, max_to
     """
     if settings is not None:
         return min(max_tokens, settings.most_tokens)
-    return vision.num_tokens if vision.merging is None else min(max_tokens, MAX_PATCHES // vision.pool**2)
+    is_of_one_size = vision.merging is None and vision.tiles is None
+    return vision.num_tokens if is_of_one_size else min(max_tokens, MAX_PATCHES // vision.pool**2)
 
 
 def table_positions(

@@ -12,13 +12,14 @@ from quire.core.plan import StepPlan
 from quire.kernels.tensors import Tensor, concatenated_rows
 from quire.model.language_model import Embeds, ForwardBatch
 from quire.model.merging_vision import MergingTower
+from quire.model.tiled_vision import TiledTower
 from quire.model.vision import VisionTower
 
 
 class ImageRows:
     """Encodings by serial, as plans say; the scheduler bounds them (`quire.scheduling.image_encodings`)."""
 
-    def __init__(self, tower: VisionTower | MergingTower, settings: ImageSettings) -> None:
+    def __init__(self, tower: VisionTower | MergingTower | TiledTower, settings: ImageSettings) -> None:
         self._tower, self._settings = tower, settings
         self.has_encoded = False                           # whether the last step has encoded an image
         self._has_places = tower.spec.has_places           # tokens of images are at rows and columns
@@ -90,7 +91,10 @@ class ImageRows:
 
     def _encoded(self, image: PromptImage) -> Tensor:
         """Return the encoding of an image, in memory of its own."""
-        return concatenated_rows([self._tower.encode(pixel_values(self._settings, image.prepared))])
+        values = pixel_values(self._settings, image.prepared)
+        if isinstance(self._tower, TiledTower):
+            return self._tower.encode(values, image.prepared.grid)
+        return concatenated_rows([self._tower.encode(values)])
 
 
 def _places(span: ImageSpan, shift: int, begin: int, end: int) -> NDArray[np.int64]:

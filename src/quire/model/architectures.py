@@ -61,6 +61,7 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Lfm2ForCausalLM": lfm2.lfm2,
     "Lfm2MoeForCausalLM": lfm2.lfm2_moe,
     "LlavaForConditionalGeneration": multimodal.llava,
+    "LlavaOnevisionForConditionalGeneration": multimodal.llava_onevision,
     "Mistral3ForConditionalGeneration": multimodal.mistral3,
     "Mistral4ForCausalLM": deepseek.mistral4,
     "NemotronHForCausalLM": mamba.nemotron_h,

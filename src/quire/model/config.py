@@ -186,7 +186,12 @@ def activation_bytes(spec: VisionSpec, num_tokens: int, itemsize: int) -> int:
     kept = sum(2 * each.num_kv_heads * each.head_dim for each in tower.attentions[:1])
     layer = num_rows * (2 * tower.hidden_size * FLOAT_BYTES + max(3 * inner, 4 * tower.mixed_width) * itemsize)
     layer += (1 << (num_rows + num_rows // 4).bit_length()) * kept * itemsize     # a power of two of blocks
-    return num_values * FLOAT_BYTES + 2 * num_tokens * spec.row_width * itemsize + max(patches, layer)
+    joined = 0
+    if spec.tiles is not None:          # pixels and rows of all tiles, and what these are scaled to
+        size = spec.tiles.size
+        num_tiles = max((height // size + 1) * (width // size) for height, width in spec.tiles.sizes)
+        joined += num_tiles * (size**2 * spec.num_channels + 3 * spec.grid**2 * spec.hidden_size) * FLOAT_BYTES
+    return joined + num_values * FLOAT_BYTES + 2 * num_tokens * spec.row_width * itemsize + max(patches, layer)
 
 
 def _shapes_of_layers(spec: DecoderSpec) -> list[Shape | None]:

@@ -26,6 +26,7 @@ from quire.model.weights import TokenTable, WeightReader
 
 if TYPE_CHECKING:
     from quire.model.merging_vision import MergingTower
+    from quire.model.tiled_vision import TiledTower
     from quire.model.vision import VisionTower
 
 BLOCK_SIZE = 32  # tokens: texts are short, and the rest of a text's last block is not touched
@@ -69,7 +70,7 @@ class Decoder:
     An encoder computes whole texts, on keys and values that it keeps for a step alone.
     """
 
-    vision: "VisionTower | MergingTower | None" = None  # its encoder of images
+    vision: "VisionTower | MergingTower | TiledTower | None" = None  # its encoder of images
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOpti
 from quire.model.sharding import Ranks, check_shardable
 from quire.model.source import ModelSource, read_folder
 from quire.model.spec import DecoderSpec, WeightMap
+from quire.model.tiled_vision import TiledTower
 from quire.model.vision import VisionTower
 from quire.model.weight_format import WeightFormat
 from quire.model.weights import WeightReader
@@ -109,7 +110,8 @@ def build_decoder(
     num_positions = min(table_positions or longest, longest)
     decoder = Decoder(spec, weights, longest, num_positions, ranks, kv_cache_dtype, max_truncated)
     if spec.vision is not None and str(device) == "cpu":  # each rank encodes images by itself
-        tower = VisionTower if spec.vision.merging is None else MergingTower
+        is_tiled, is_merged = spec.vision.tiles is not None, spec.vision.merging is not None
+        tower = TiledTower if is_tiled else MergingTower if is_merged else VisionTower
         decoder.vision = tower(spec.vision, weights, decoder.progress)
     weights.warn_of_unread()
     return decoder

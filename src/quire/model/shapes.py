@@ -472,6 +472,7 @@ class VisionShapes(NamedTuple):
     positions: TableShape | None
     pre_norm: NormShape | None
     post_norm: NormShape | None
+    newline: VectorShape | None
     projector: ProjectorShapes
     deep: tuple[ProjectorShapes, ...] = ()
 
@@ -492,6 +493,7 @@ class VisionShapes(NamedTuple):
             positions=TableShape(names.embedding, tower.vocab_size, width) if tower.vocab_size else None,
             pre_norm=_norm_or_none(tower, spec.pre_norm, width),
             post_norm=_norm(tower, names.final_norm, width) if tower.has_final_norm else None,
+            newline=None if spec.tiles is None else VectorShape(f"{spec.tiles.newline}.weight", (spec.hidden_size,)),
             projector=projectors[0],
             deep=tuple(projectors[1:]),
         )

@@ -17,6 +17,7 @@ from quire.core.image_processing import (
     read_processor,
     settings_of_any_size,
     settings_of_bounded_size,
+    settings_of_tiles,
 )
 from quire.model.config import eos_token_ids, read_config, resolved_dtype, spec_from_config
 from quire.model.config_reader import CONFIG_FILE
@@ -108,6 +109,12 @@ def image_settings_of(
 ) -> ImageSettings | None:
     """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
     try:
+        if vision.tiles is not None:
+            return settings_of_tiles(
+                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
+                patch_size=vision.patch_size, size=vision.tiles.size, sizes=vision.tiles.sizes,
+                most_tiles=vision.tiles.most,
+            )  # fmt: skip
         if vision.has_row_ends:
             return settings_of_bounded_size(
                 *source.image_processor(), vision.family, image_token_id=vision.image_token_id,

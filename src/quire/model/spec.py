@@ -660,6 +660,20 @@ class Merging:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Images of any size as tiles of one size (LLaVA-OneVision): of all of the image, and of it scaled to a size.
+
+    size: pixels of a tile in a row. sizes: of images, height and width, multiples of that. most: tiles with as many
+    rows as the image keeps. newline: module of the vector behind each row.
+    """
+
+    size: int
+    sizes: tuple[tuple[int, int], ...]
+    most: int
+    newline: str = "image_newline"
+
+
+@dataclass(frozen=True, slots=True)
 class VisionSpec:
     """An encoder of images, and the projector from its width to the decoder's.
 
@@ -692,7 +706,8 @@ class VisionSpec:
     projector: tuple[str, ...] = ("linear_1", "linear_2")
     is_projector_transposed: bool = False
     projector_prefixes: tuple[str, ...] = ("multi_modal_projector.", "model.multi_modal_projector.")
-    merging: Merging | None = None         # None: images of one size
+    merging: Merging | None = None         # None: images of one size, or of tiles of one
+    tiles: Tiles | None = None
 
     @property
     def grid(self) -> int:

@@ -47,7 +47,7 @@ class ImageEncodings:
                 self._used[image.serial] = image.num_tokens
                 self.num_found += start <= image.start
                 continue
-            is_first, own = not step.plan.encodings and image.start <= start, self.inputs.cost_of(image.num_tokens)
+            is_first, own = not step.plan.encodings and image.start <= start, self.inputs.cost_of(image)
             if not (is_first or cost + own < budget) or not self._make_room(step, image.num_tokens):
                 count = max(0, image.start - start)
                 break

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from quire.cache.states import most_sequences
 from quire.core.config import QUANTIZED, CacheConfig, KVDtype, SchedulerConfig
 from quire.core.errors import ConfigError, ModelError
+from quire.core.image_processing import best_size, shrunk, tiled_grid
 from quire.core.model_files import file_inside, is_gguf
 from quire.core.options import parse_bytes
 from quire.core.plan import StepPlan
@@ -189,6 +190,11 @@ def _images(model: FoundModel, packing: Packing, options: EngineOptions, num_ran
     if vision.merging is not None:
         side, size = round(SHOWN_EDGE / vision.unit), f"{SHOWN_EDGE} x {SHOWN_EDGE}"
         num_tokens = side * (side + vision.has_row_ends)
+    if vision.tiles is not None:
+        shown, size = (SHOWN_EDGE, SHOWN_EDGE), f"{SHOWN_EDGE} x {SHOWN_EDGE}"
+        grid = tiled_grid(shown, best_size(shown, vision.tiles.sizes), vision.tiles.size, vision.grid)
+        rows, columns = shrunk(grid, vision.grid, vision.tiles.most)
+        num_tokens = vision.grid**2 + rows * (columns + 1)
     settings = None
     if model.folder is not None:
         settings = image_settings_of(read_source(model.folder, mmproj=options.mmproj), vision, options.pixel_limits)

@@ -19,7 +19,14 @@ from quire.core.errors import InvalidRequestError
 from quire.engine.options import EngineOptions
 from support.agent_bodies import messages_body, responses_body
 from support.openai_server import NAME, OpenAIServer, openai_server
-from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_mistral3, write_qwen_vl
+from support.small_vision import (
+    NUM_TOKENS,
+    write_gemma3,
+    write_llava,
+    write_llava_onevision,
+    write_mistral3,
+    write_qwen_vl,
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
@@ -414,6 +421,34 @@ def test_mistral_3_has_prompts_and_logits_of_transformers(tmp_path: Path) -> Non
     assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
     assert typed.prompt_token_ids.count(tokenizer.convert_tokens_to_ids("[IMG]")) == 18
     assert tokenizer.decode(typed.prompt_token_ids).startswith("[INST][IMG][IMG][IMG]")
+
+
+def test_llava_onevision_has_prompts_and_logits_of_transformers(tmp_path: Path) -> None:
+    """Each of two images in tiles, as it is by itself."""
+    folder = write_llava_onevision(tmp_path)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    processor = transformers.LlavaOnevisionImageProcessorPil.from_pretrained(folder)
+    images = [picture("one"), picture("two").resize((28, 50))]
+    given = processor(images, return_tensors="pt")
+    given.pop("batch_num_images")
+    with torch.no_grad():
+        counts = [len(each) for each in model.get_image_features(**given).pooler_output]
+    assert counts == [70, 56]
+    written = "".join(f"{'<image>' * count}\n" for count in counts)
+    ids = torch.tensor([tokenizer(f"USER: {written}what ASSISTANT:", add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, **given).logits[0, -1]
+    expected, best = torch.log_softmax(logits.float(), -1).topk(5)
+    content = [*({"type": "image", "image": each} for each in images), text("what")]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
+    with LLM(folder, **LIMITS) as llm:
+        (output,) = llm.chat([{"role": "user", "content": content}], params, use_tqdm=False)
+    assert output.prompt_token_ids == ids[0].tolist()
+    assert output.outputs[0].logprobs is not None
+    found = {token: each.logprob for token, each in output.outputs[0].logprobs[0].items()}
+    assert set(best.tolist()) <= found.keys()
+    assert [found[token] for token in best.tolist()] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3_5"])

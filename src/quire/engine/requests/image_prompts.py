@@ -55,7 +55,7 @@ def image_key(image: PreparedImage, cache_salt: str | None = None) -> bytes:
 
     Under two salts equal pixels have two numbers: no client learns by the time of an answer what another has sent.
     """
-    return salted_digest(cache_salt, b"%d %d " % (image.height, image.width), image.pixels)
+    return salted_digest(cache_salt, b"%d %d %d %d " % (image.height, image.width, *image.grid), image.pixels)
 
 
 def salted_digest(cache_salt: str | None, *parts: bytes) -> bytes:

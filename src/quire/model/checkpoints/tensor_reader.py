@@ -192,7 +192,7 @@ def with_single_experts(checkpoint: Checkpoint, names: WeightMap) -> Checkpoint:
                     parts[own] = StackedPart(name, expert, is_transposed, start, step, num_rows)
     for name in checkpoint.names:
         for old, new in names.renamed.items():
-            if name.endswith(f".{old}"):
+            if f".{name}".endswith(f".{old}"):
                 parts[name.removesuffix(old) + new] = StackedPart(name)
     if not parts:
         return checkpoint

@@ -5,13 +5,14 @@ weights are not read, and requests with images are refused.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
 from quire.model.families.deepseek import mistral4
 from quire.model.families.gemma import gemma3_text
-from quire.model.llama import llama, ministral3, mistral, qwen2
+from quire.model.llama import llama, ministral3, mistral, qwen2, qwen3
 from quire.model.spec import (
     ACTIVATIONS,
     Activation,
@@ -21,6 +22,7 @@ from quire.model.spec import (
     LayerSpec,
     Merging,
     Rotary,
+    Tiles,
     VisionSpec,
     WeightMap,
 )
@@ -70,9 +72,17 @@ SIGLIP_SIZES = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "image_size": 224, "patch_size": 16, "num_channels": 3,
 }  # fmt: skip
+ONEVISION_SIZES = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26, "num_attention_heads": 16,
+    "image_size": 384, "patch_size": 14, "num_channels": 3,
+}  # fmt: skip
+MAX_SIZES, MAX_EDGE = 64, 4096
 CLIP, PIXTRAL = "clip_vision_model", "pixtral"
 GATED: dict[str, Activation] = {"gelu": "gelu_and_mul", "silu": "silu_and_mul"}
-RENAMED = {"mm_input_projection_weight": "mm_input_projection.weight"}  # Gemma 3's projector
+RENAMED = {
+    "mm_input_projection_weight": "mm_input_projection.weight",     # Gemma 3's projector
+    "image_newline": "image_newline.weight",                        # LLaVA-OneVision's
+}  # fmt: skip
 MAX_PATCHES = 2**16
 MAX_MERGE = 8
 PREFIXES = ("language_model.model.", "model.language_model.")  # as published; as transformers 5 writes them
@@ -114,6 +124,56 @@ def llava(config: ConfigReader) -> DecoderSpec:
     if tower.raw("model_type") not in (None, CLIP):
         return spec
     return replace(spec, vision=vision_of("llava", config, spec))
+
+
+def llava_onevision(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of a LLaVA-OneVision with a Qwen2 or Llama (Li et al. 2024): images of any size, in tiles."""
+    text = text_config(config, {}, is_tied=False)
+    families: dict[str, Callable[[ConfigReader], DecoderSpec]] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+    spec = within(text.choice("model_type", families, default="qwen2")(text))
+    if not config.has("vision_config"):
+        return spec
+    own = tower_config(config, ONEVISION_SIZES)
+    own.choice("model_type", {"siglip_vision_model": True}, default="siglip_vision_model")
+    config.choice("vision_feature_select_strategy", {"full": True}, default="full")
+    grid, patch_size = _grid(own)
+    layers = (_tower_layer(own, "gelu_pytorch_tanh"),) * _num_used_layers(config, own, -1)
+    return replace(spec, vision=VisionSpec(
+        family="llava_onevision",
+        image_token_id=image_token(config, spec, 151_646),
+        tower=_encoder(own, layers, grid**2, 1e-6, has_final_norm=False),
+        image_size=grid * patch_size,
+        patch_size=patch_size,
+        num_channels=own.size("num_channels"),
+        hidden_size=spec.hidden_size,
+        has_patch_bias=True,
+        projector_activation=config.choice("projector_hidden_act", ACTIVATIONS, default="gelu"),
+        projector_has_bias=config.flag("multimodal_projector_bias", True),
+        tiles=_tiles(config, own.size("image_size")),
+    ))  # fmt: skip
+
+
+def _tiles(config: ConfigReader, size: int) -> Tiles:
+    """Return how images are cut, by `image_grid_pinpoints` and `vision_aspect_ratio`."""
+    given = config.raw("image_grid_pinpoints")
+    if given is None:
+        edges = range(384, 2305, 384)
+        given = [[height, width] for height in edges for width in edges]
+    pairs = given if isinstance(given, list) else []
+    if not 0 < len(pairs) <= MAX_SIZES or not all(_is_of_tiles(each, size) for each in pairs):
+        what = f"1 to {MAX_SIZES} pairs of a height and a width up to {MAX_EDGE}, multiples of image_size {size}"
+        raise config.error(f"image_grid_pinpoints must be {what}, got {given!r:.80}")
+    ratio = config.raw("vision_aspect_ratio")
+    found = re.fullmatch("anyres_max_([1-9][0-9]?)", ratio) if isinstance(ratio, str) else None
+    if ratio is not None and found is None:
+        raise config.error(f"vision_aspect_ratio must be anyres_max_N with N from 1 to 99, got {ratio!r:.80}")
+    return Tiles(size, tuple((height, width) for height, width in pairs), 9 if found is None else int(found[1]))
+
+
+def _is_of_tiles(edges: object, size: int) -> bool:
+    return isinstance(edges, list) and len(edges) == 2 and all(
+        type(each) is int and 0 < each <= MAX_EDGE and not each % size for each in edges
+    )
 
 
 def vision_of(family: str, config: ConfigReader, spec: DecoderSpec) -> VisionSpec:
