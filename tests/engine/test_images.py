@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, BeamSearchParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.image_processing import PreparedImage
-from quire.core.images import PromptImage, cache_keys
+from quire.core.images import KeptPixels, PromptImage, cache_keys
 from quire.core.sampling_params import as_sampling_params
 from quire.core.token_ids import pack_tokens
 from quire.engine.options import EngineOptions
@@ -385,6 +385,29 @@ def test_the_cache_is_told_serials_and_the_model_image_tokens() -> None:
     keys = list(cache_keys(asked.token_ids, asked.images))
     assert keys == [*text(1, 2), *[-8] * NUM_ROWS, *text(2, 1), *[-1] * NUM_ROWS]
     assert list(asked.token_ids).count(IMAGE) == 2 * NUM_ROWS
+
+
+def test_an_engine_and_its_client_keep_the_same_pixels() -> None:
+    most, drawn = 5000, np.random.default_rng(0)
+    client, engine, num_sent = KeptPixels(most), KeptPixels(most), 0
+    pictures = [random_image(number, 7 * (1 + number % 4), 14, (1, 1)) for number in range(12)]
+    for _ in range(300):
+        numbers = drawn.integers(len(pictures), size=drawn.integers(4))
+        images = tuple(PromptImage(0, 1, int(each), pictures[each]) for each in numbers)
+        wire = client.without_kept(images)
+        client.sent(images)
+        num_sent += sum(bool(each.prepared.pixels) for each in wire)
+        assert engine.received(wire) == images
+        assert list(client.images) == list(engine.images)
+        assert client.num_bytes == engine.num_bytes == sum(len(each.pixels) for each in engine.images.values()) <= most
+        assert not any(each.pixels for each in client.images.values())
+    assert 12 < num_sent < 300
+    large = (PromptImage(0, 1, 99, random_image(1, 50, 50, (1, 1))),)
+    for _ in range(2):
+        assert client.without_kept(large) == large
+        client.sent(large)
+        assert engine.received(large) == large
+        assert (client.num_bytes, engine.num_bytes) == (0, 0)
 
 
 # --- faults, bounds, bad input ----------------------------------------------------------------------------------------

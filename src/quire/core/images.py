@@ -6,11 +6,13 @@ length and place follow from the prefix itself.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from quire.core.errors import InvalidRequestError
 from quire.core.image_processing import ImageSettings, PreparedImage
@@ -18,6 +20,7 @@ from quire.core.token_ids import PackedTokens
 
 MAX_SERIAL = 2**31 - 2
 NUM_CHANNELS = 3    # RGB, a byte each
+MAX_KEPT_BYTES = 64 << 20  # pixels in an engine for further requests: 190 images of LLaVA 1.5, ten screenshots
 
 
 class ImageSpan(NamedTuple):
@@ -54,6 +57,52 @@ class PromptImage(msgspec.Struct, array_like=True, frozen=True):
     def span(self) -> ImageSpan:
         """The image without its pixels."""
         return ImageSpan(self.start, self.num_tokens, self.serial, self.prepared.grid)
+
+
+class KeptPixels:
+    """Pixels that an engine keeps for further requests, by serial, the latest used ones, at most `max_bytes`.
+
+    Its client has the same without the pixels, `sent`: requests change both in the order in which they are sent, so the
+    client knows what it need not send again.
+    """
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes, self.num_bytes = max_bytes, 0
+        self.images = OrderedDict[int, PreparedImage]()     # the least recently used first
+
+    def without_kept(self, images: Sequence[PromptImage]) -> tuple[PromptImage, ...]:
+        """Return the images of a request as they are sent: without pixels where the engine has them."""
+        return tuple(_without_pixels(each) if each.serial in self.images else each for each in images)
+
+    def received(self, images: Sequence[PromptImage]) -> tuple[PromptImage, ...]:
+        """Keep the images of a request that was sent like that, and return them with their pixels."""
+        found = tuple(
+            each if each.prepared.pixels else structs.replace(each, prepared=self.images[each.serial])
+            for each in images
+        )
+        self._keep(found)
+        return found
+
+    def sent(self, images: Sequence[PromptImage]) -> None:
+        """Keep the images of a request that has been sent, without their pixels."""
+        self._keep([_without_pixels(each) for each in images])
+
+    def _keep(self, images: Sequence[PromptImage]) -> None:
+        for image in images:
+            if image.serial not in self.images:
+                self.images[image.serial] = image.prepared
+                self.num_bytes += _num_bytes(image.prepared)
+            self.images.move_to_end(image.serial)
+        while self.num_bytes > self._max_bytes:
+            self.num_bytes -= _num_bytes(self.images.popitem(last=False)[1])
+
+
+def _without_pixels(image: PromptImage) -> PromptImage:
+    return structs.replace(image, prepared=structs.replace(image.prepared, pixels=b""))
+
+
+def _num_bytes(image: PreparedImage) -> int:
+    return image.height * image.width * NUM_CHANNELS
 
 
 class ImageInputs(msgspec.Struct, array_like=True, frozen=True):

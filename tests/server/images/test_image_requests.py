@@ -299,6 +299,33 @@ def test_requests_beyond_the_context_are_told_both_numbers(client: openai.OpenAI
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}])
 
 
+def test_pixels_that_an_engine_has_are_not_sent_again(folder: Path, reference: Reference) -> None:
+    """Its cache has room for the encoding of one image: others are encoded again, from the pixels that it keeps."""
+    options = EngineOptions(
+        model=str(folder), image_cache_memory=NUM_TOKENS * 48 * 4, enable_prefix_caching=False, **LIMITS
+    )
+    sizes = list[int]()
+    with openai_server(options) as server:
+        connection = server.service.client._connection  # type: ignore[attr-defined]
+        send = connection.send
+
+        def noted(message: bytes) -> None:
+            sizes.append(len(message))
+            send(message)
+
+        connection.send = noted
+        for name in ("one", "turns", "two", "one", "turns"):
+            messages, prompt = CHATS[name]
+            answer = server.ask("/v1/chat/completions", messages=messages, max_tokens=NUM_ANSWER, **GREEDY)
+            assert answer["choices"][0]["token_ids"] == reference.answer(prompt, *NAMES[name])[1]
+        server.wait_until(server.is_idle)
+        kept = connection.kept_pixels
+        assert (len(kept.images), kept.num_bytes) == (3, 3 * 28 * 28 * 3)
+        assert not any(each.pixels for each in kept.images.values())
+    large = [size > 28 * 28 * 3 for size in sizes if size > 200]
+    assert large == [True, True, True, False, False]
+
+
 def test_one_client_cannot_take_all_memory_of_images(server: OpenAIServer) -> None:
     """The images of a request count until its answer is complete."""
     memory = server.service.admission.images

@@ -28,6 +28,7 @@ from quire.core.errors import (
     RequestFailedError,
 )
 from quire.core.frames import LENGTH_BYTES, frame
+from quire.core.images import KeptPixels
 from quire.core.lora import Adapter
 from quire.core.owner_labels import OwnerLabels
 from quire.core.sequence import Request
@@ -66,7 +67,7 @@ class EngineConnection:
         tokenizer: Tokenizer | None, ready: messages.Ready, start_timeout_s: float,
     ) -> None:  # fmt: skip
         self.engine, self.tokenizer, self.ready, self.start_timeout_s = engine, tokenizer, ready, start_timeout_s
-        self._writer = writer
+        self._writer, self.kept_pixels = writer, KeptPixels()
         self.is_closed = False  # then requests go to other engines; a large process takes seconds to end
         # Waits for the next report. EOFError or ConnectionError when the engine is gone.
         self.receive = partial(_receive, reader)
@@ -280,11 +281,17 @@ class EngineClient(SingleEngine):
     ) -> RequestStream:
         """Queue a request, once. EngineDeadError if the engine has died."""
         self._check_serves()
-        message = frame(messages.add_message(prepared.request))   # first: a request that cannot be sent leaves no trace
+        images, kept = prepared.request.images, self._connection.kept_pixels
+        sent = messages.add_message(prepared.request)
+        if images:
+            sent[1]["images"] = kept.without_kept(images)
+        message = frame(sent)   # first: a request that cannot be sent leaves no trace
         self._record_sent(prepared.request)
         self._await_sign()
         stream = self._streams.open(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         self._connection.send(message)
+        if images:
+            kept.sent(images)
         try:
             await self._connection.drain()
         except ConnectionError:

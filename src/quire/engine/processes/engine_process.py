@@ -32,6 +32,7 @@ import msgspec
 from quire.core import logs
 from quire.core.errors import InvalidRequestError, ModelError
 from quire.core.frames import frame, has_room, read_frame
+from quire.core.images import KeptPixels
 from quire.core.lora import Adapter
 from quire.core.outputs import KVStats
 from quire.core.sequence import Request
@@ -114,8 +115,9 @@ class EngineLoop:
 
     def __init__(
         self, engine: Engine, commands: SimpleQueue[bytes], send: Callable[[Report], None], heartbeat: Heartbeat,
-        timed: "Decoder | None" = None,
+        timed: "Decoder | None" = None, kept_pixels: KeptPixels | None = None,
     ) -> None:  # fmt: skip
+        self._kept_pixels = kept_pixels or KeptPixels()
         self._timed = timed                     # the model of which profiles have the ops
         self._profiler: Profiler | None = None  # while a profile is taken
         self._engine, self._commands, self._send, self._heartbeat = engine, commands, send, heartbeat
@@ -171,6 +173,7 @@ class EngineLoop:
             self._checking = None               # restart the check: blocks are about to change
         match command:
             case messages.AddRequest(request):
+                request.images = request.images and self._kept_pixels.received(request.images)
                 if request.request_id in self._aborted:
                     return
                 try:
@@ -386,15 +389,17 @@ def serve(connection: Connection, commands: SimpleQueue[bytes]) -> NoReturn:
     report: Report = assembled.ready
     from quire.engine.sleeping import SleepingEngine  # noqa: PLC0415 (imports what is loaded by now)
 
+    kept_pixels = KeptPixels()
     while True:
-        asked = _serve_awake(assembled, report, connection, commands)
+        asked = _serve_awake(assembled, report, connection, commands, kept_pixels)
         sleeping = SleepingEngine(assembled, asked.level, loads_tokenizer=False)
         del assembled
         assembled, report = _serve_asleep(sleeping, asked, connection, commands)
 
 
 def _serve_awake(
-    assembled: "AssembledEngine", report: Report, connection: Connection, commands: SimpleQueue[bytes]
+    assembled: "AssembledEngine", report: Report, connection: Connection, commands: SimpleQueue[bytes],
+    kept_pixels: KeptPixels,
 ) -> messages.Sleep:
     """Send the report that the engine is there, and serve commands until one tells it to sleep."""
     if assembled.ranks is not None:
@@ -418,7 +423,7 @@ def _serve_awake(
     heartbeat = _make_heartbeat(assembled, lambda: connection.send(messages.Alive()))
     heartbeat.start()
     try:
-        return EngineLoop(assembled.engine, commands, connection.send, heartbeat, timed).run()
+        return EngineLoop(assembled.engine, commands, connection.send, heartbeat, timed, kept_pixels).run()
     except Exception as error:
         assembled.engine.report_fault(error)        # one that no step has raised: leaked blocks, a broken invariant
         raise
