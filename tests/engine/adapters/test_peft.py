@@ -117,6 +117,13 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
             | {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "time_step_min": 1e-12},
             ["k_proj", "in_proj", "up_proj", "down_proj"],
         ),
+        (
+            "FalconH1",
+            SIZES | {"initializer_range": 0.1, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16}
+            | {"attention_in_multiplier": 1.3, "key_multiplier": 0.5, "ssm_in_multiplier": 0.7}
+            | {"mlp_multipliers": [0.8, 0.6], "ssm_multipliers": [0.9, 1.4, 0.7, 1.2, 0.5], "ssm_out_multiplier": 0.4},
+            ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"],
+        ),
         ("Lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}, ["in_proj", "out_proj", "k_proj", "w1", "w2"]),
     ],
 )
