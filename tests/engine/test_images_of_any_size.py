@@ -49,6 +49,8 @@ from support.image_prompts import (
     text,
     values_of,
 )
+from support.oracle_drafter import let_draft
+from support.random_folder import write_random_folder
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -415,6 +417,24 @@ def test_forks_beams_and_drafts_have_the_bits_of_none(folder: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     with open_llm(folder, speculative_config=drafts) as llm:
         assert answers(llm, PROMPTS, longer) == greedy
+
+
+def test_drafts_of_an_mtp_head_behind_images_have_the_bits_of_none(tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    save(make_reference("qwen3_5"), folder, PROCESSOR)
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    text_model = config["text_config"] | {"architectures": [TEXT_MODELS["qwen3_5"]]}
+    own = load_file(write_random_folder(tmp_path / "text", text_model) / "model.safetensors")
+    weights |= {name: each for name, each in own.items() if name.startswith("mtp.")}
+    save_file(weights, folder / "model.safetensors")
+    drafts, longer = {"method": "mtp", "num_speculative_tokens": 3}, replace(GREEDY, max_tokens=24)
+    with open_llm(folder) as llm:
+        expected = answers(llm, PROMPTS, longer)
+    with open_llm(folder, speculative_config=drafts) as llm:
+        counted = let_draft(llm)
+        assert answers(llm, PROMPTS, longer) == expected
+        assert counted.num_verified > 100
+        assert not llm._engine.engine.executor.worker.compute.drafter._drafter._method._has_failed  # type: ignore[attr-defined]
 
 
 def test_text_has_the_bits_of_the_text_model(folder: Path, tmp_path: Path) -> None:
