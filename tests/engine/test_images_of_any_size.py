@@ -41,6 +41,7 @@ from support.image_prompts import (
     RANDOM,
     answers,
     check_memory_of_encoding,
+    check_ranks,
     check_rounded_encoder,
     generate,
     open_llm,
@@ -331,6 +332,10 @@ def test_batched_requests_have_their_bits(folder: Path, alone: list[list[Answer]
     with open_llm(folder) as llm:
         assert answers(llm, PROMPTS, PARAMS) == alone
         assert answers(llm, PROMPTS[::-1], PARAMS[::-1]) == alone[::-1]    # all found in the cache
+
+
+def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
+    check_ranks(folder, PROMPTS, PARAMS, alone)
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:

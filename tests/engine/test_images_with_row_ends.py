@@ -35,6 +35,7 @@ from support.image_prompts import (
     GREEDY,
     RANDOM,
     answers,
+    check_ranks,
     check_rounded_encoder,
     generate,
     open_llm,
@@ -200,6 +201,10 @@ def test_batched_requests_have_their_bits(folder: Path, alone: list[list[Answer]
     with open_llm(folder) as llm:
         assert answers(llm, PROMPTS, PARAMS) == alone
         assert answers(llm, PROMPTS[::-1], PARAMS[::-1]) == alone[::-1]    # all found in the cache
+
+
+def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
+    check_ranks(folder, PROMPTS, PARAMS, alone)
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:

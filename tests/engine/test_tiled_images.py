@@ -40,7 +40,7 @@ from quire_lab.sim.hardware import HARDWARE
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
-from support.image_prompts import GREEDY, NORMALIZED, RANDOM, answers, generate, open_llm, save, text
+from support.image_prompts import GREEDY, NORMALIZED, RANDOM, answers, check_ranks, generate, open_llm, save, text
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -255,6 +255,10 @@ def test_batched_requests_of_a_rounded_model_have_their_bits(folder: Path, alone
     assert by_themselves != alone
     with open_llm(folder, num_kv_blocks=64, quantization="int8") as llm:
         assert answers(llm, PROMPTS, PARAMS) == by_themselves
+
+
+def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
+    check_ranks(folder, PROMPTS, PARAMS, alone)
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:

@@ -74,6 +74,16 @@ def check_rounded_encoder(folder: Path, pictures: Sequence[PreparedImage], most:
         assert 0.005 < error < most
 
 
+def check_ranks(
+    folder: Path, prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams], alone: list[list[Answer]]
+) -> None:
+    """Check that two ranks have the answers of one. Each encodes images by itself."""
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_mode": "gather"}
+    with open_llm(folder, max_num_batched_tokens=24, enable_prefix_caching=False, **settings) as llm:
+        assert answers(llm, prompts, params) == alone
+        assert (llm._engine.ready.images is not None, llm._engine.ready.no_images_reason) == (True, "")
+
+
 def check_memory_of_encoding(folder: Path, picture: PreparedImage) -> None:
     """Check that arrays take no more than what is planned for, and not a small part of that."""
     tower = load_model(folder, back_end=choose_back_end("cpu", "cpp")).vision

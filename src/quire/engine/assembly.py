@@ -310,10 +310,9 @@ def _build(
     if options.kv_role != "none" or member is not None:
         peers = open_peers(options, loaded, kv, scheduler, None if draft_model is None else draft_model.model, member)
     engine = Engine(scheduler, executor, grammars, adapters, disk=disk, peers=peers)
+    engine.no_images_reason = images if isinstance(images, str) else ""
     if isinstance(images, ImageInputs):
         scheduler.planner.images = ImageEncodings(images)
-    else:
-        engine.no_images_reason = images
     if options.record is None:
         keep_recent_plans(engine, options, scheduling, cache)
     return engine
