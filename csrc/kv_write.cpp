@@ -110,7 +110,7 @@ void write_all(const KVWrite<T>& op) {
                 T* query = op.query + token * op.query_stride + head * op.head_dim;
                 turn<T>(op, query, cos, query);
             }
-            if (op.slots[token] >= 0) write_token<S>(op, token, cos, turned);
+            if (op.slots && op.slots[token] >= 0) write_token<S>(op, token, cos, turned);
         }
     });
 }

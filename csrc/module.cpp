@@ -312,6 +312,7 @@ NB_MODULE(_kernels, module) {
     def_struct<AdapterFactors>(module, "AdapterFactors");
     def_struct<ExpertsOp>(module, "ExpertsOp");
     def_struct<QKNormOp>(module, "QKNormOp");
+    def_struct<HeadNormOp>(module, "HeadNormOp");
     def_struct<RotaryParameters>(module, "RotaryParameters");
     def_struct<RotaryWriteOp>(module, "RotaryWriteOp");
     def_struct<AttentionParameters>(module, "AttentionParameters");

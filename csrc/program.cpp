@@ -76,23 +76,26 @@ public:
     }
 
     void operator()(const QKNormOp& op) const {
-        const auto normalize = [&](const NormWeights& norm, long x, long token, long num_rows, long width) {
-            T* rows = at(x) + token * stride(x);
-            call_norm<T>(norm, rows, width, nullptr, nullptr, rows, num_rows, width);
-        };
         share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {
             for (long token = begin; token < end; token++) {
-                normalize(op.query_norm, op.query, token, op.num_query_rows, op.query_width);
-                normalize(op.key_norm, op.key, token, op.num_key_rows, op.key_width);
+                normalize(op.query_norm, op.query, op.query, token, op.num_query_rows, op.query_width);
+                normalize(op.key_norm, op.key, op.key, token, op.num_key_rows, op.key_width);
             }
         });
     }
 
+    void operator()(const HeadNormOp& op) const {
+        share_range(step_.num_tokens, TOKENS_AT_ONCE, [&](long begin, long end) {
+            for (long token = begin; token < end; token++) normalize(op.norm, op.x, op.out, token, op.num_rows, op.width);
+        });
+    }
+
     void operator()(const RotaryWriteOp& op) const {
-        const long value = op.value < 0 ? op.key : op.value;
+        const long key = op.key < 0 ? op.query : op.key, value = op.value < 0 ? key : op.value;
+        const std::int64_t* slots = op.key < 0 ? nullptr : step_.slots;
         call(chosen->kv_write,
-             KVWrite<T>{op.rotary, at(op.query), stride(op.query), at(op.key), at(value), stride(op.key), stride(value),
-                        step_.positions, step_.slots, program_.caches_[op.layer], step_.num_tokens, program_.block_size_});
+             KVWrite<T>{op.rotary, at(op.query), stride(op.query), at(key), at(value), stride(key), stride(value),
+                        step_.positions, slots, program_.caches_[op.layer], step_.num_tokens, program_.block_size_});
     }
 
     void operator()(const AttentionOp& op) const {
@@ -164,6 +167,11 @@ private:
 
     static constexpr bool IS_FLOAT = sizeof(T) == sizeof(float);
 
+    // The norm of a token's rows.
+    void normalize(const NormWeights& norm, long x, long out, long token, long num_rows, long width) const {
+        const T* rows = at(x) + token * stride(x);
+        call_norm<T>(norm, rows, width, nullptr, nullptr, at(out) + token * stride(out), num_rows, width);
+    }
     void multiply(const Linear<T>& linear, long number) const {
         if (adapters_) return adapters_->linear(linear, number);
         call(chosen->linear, linear);

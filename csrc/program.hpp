@@ -43,8 +43,13 @@ struct QKNormOp {  // over each head, or over all heads together, in place
     NormWeights query_norm, key_norm;
     long num_query_rows, query_width, num_key_rows, key_width;  // rows of a token, and the width of each
 };
+struct HeadNormOp {  // over each head; x and out may be one
+    long x, out;
+    NormWeights norm;
+    long num_rows, width;  // rows of a token, and the width of each
+};
 struct RotaryWriteOp {
-    long query, key, value, layer;  // value -1: the cache has none
+    long query, key, value, layer;  // value -1: the cache has none; key -1: nothing is written
     RotaryParameters rotary;
 };
 struct AttentionOp {
@@ -93,7 +98,7 @@ struct HeadLinearOp {
 struct CountLayerOp {
     volatile std::int64_t* progress;  // one more; other threads read it
 };
-using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, DeltaNetOp, MambaOp,
+using ProgramOp = std::variant<NormOp, LinearOp, ExpertsOp, QKNormOp, HeadNormOp, RotaryWriteOp, AttentionOp, ShortConvOp, DeltaNetOp, MambaOp,
                                GateOp, PositionScaleOp, SumOp, GatherOp, SummedLinearOp, HeadLinearOp, CountLayerOp>;
 
 // The inputs of a step beside its activations.

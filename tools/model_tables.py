@@ -105,6 +105,8 @@ class Cases:
         "GPT2": "GPT2LMHeadModel",
         "Gemma3Text": "Gemma3ForCausalLM",
         "Gemma3": "Gemma3ForConditionalGeneration",
+        "Gemma4Text": "Gemma4ForCausalLM",
+        "Gemma4": "Gemma4ForConditionalGeneration",
         "Llava": "LlavaForConditionalGeneration",
         "LlavaOnevision": "LlavaOnevisionForConditionalGeneration",
         "Mistral3": "Mistral3ForConditionalGeneration",
@@ -169,7 +171,7 @@ GGUF_NAMES = {
     "DeepseekV2ForCausalLM": "deepseek2", "DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "MiniMaxM2ForCausalLM": "minimax-m2",
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
-    "Gemma3ForConditionalGeneration": "gemma3", "GPT2LMHeadModel": "gpt2",
+    "Gemma3ForConditionalGeneration": "gemma3", "Gemma4ForConditionalGeneration": "gemma4", "GPT2LMHeadModel": "gpt2",
     "LlavaForConditionalGeneration": "llama",
     "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
@@ -207,6 +209,7 @@ def _check_family(options: EngineOptions, architecture: str) -> None:
         require("cuda", ["Experts"] if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers) else [])
         require("cuda", ["latent attention"] if has_latents(architecture) else [])
         require("cuda", ["DeltaNet"] if has_states(architecture) else [])
+        require("cuda", ["HeadNorm"] if has_value_norms(architecture) else [])
 
 
 def has_latents(architecture: str) -> bool:
@@ -223,6 +226,11 @@ def has_states(architecture: str) -> bool:
 def has_mambas(architecture: str) -> bool:
     """Return whether a family has layers of Mamba-2."""
     return bool(FAMILIES[architecture](config_of(architecture)).mambas)
+
+
+def has_value_norms(architecture: str) -> bool:
+    """Return whether a family normalizes values: Gemma 4."""
+    return any(attention.has_value_norm for attention in FAMILIES[architecture](config_of(architecture)).attentions)
 
 
 def _check_encoder_on_device(options: EngineOptions) -> None:
@@ -250,7 +258,7 @@ def combinations() -> str:
     kinds = {
         "families": "LlamaForCausalLM", "with latent attention": "DeepseekV3ForCausalLM",
         "with gated delta nets": "Qwen3_5ForCausalLM", "with Mamba-2": "GraniteMoeHybridForCausalLM",
-        "encoders": "encoders", "through transformers": "transformers",
+        "Gemma 4": "Gemma4ForCausalLM", "encoders": "encoders", "through transformers": "transformers",
     }  # fmt: skip
     rows = [
         (name, *("refused" if is_refused(kind, settings) else "yes" for kind in kinds.values()))

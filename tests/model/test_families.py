@@ -30,11 +30,11 @@ VOCAB_SIZE = 160
 PROMPT_LEN = 40
 NUM_FORCED = 64
 NUM_GREEDY = 24          # every position is compared with forced tokens
-NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"} | {
+NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM"} | {
     name: f"{name}ForConditionalGeneration"
     for name in (
-        "Gemma3", "Llava", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5",
-        "Qwen3_5Moe",
+        "Gemma3", "Gemma4", "Llava", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
+        "Qwen3_5", "Qwen3_5Moe",
     )
 }  # of classes that are not called as the rest
 NAMES |= {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
@@ -115,6 +115,21 @@ GRANITE_FACTORS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 0.5,
 }  # fmt: skip
 GEMMA = LLAMA | {"head_dim": 16}
+GEMMA4 = LLAMA | {
+    "num_hidden_layers": 5, "num_attention_heads": 4, "head_dim": 8, "global_head_dim": 16, "sliding_window": 11,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-3,
+    "pad_token_id": 0,
+}  # fmt: skip
+GEMMA4_VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16,
+}  # fmt: skip
+GEMMA4_MORE = {"vocab_size": VOCAB_SIZE + 7, "vocab_size_per_layer_input": VOCAB_SIZE + 7}
+GEMMA4_TOKENS = {  # behind the tokens of the tests: transformers embeds them as padding
+    "image_token_id": 160, "video_token_id": 161, "audio_token_id": 162, "boi_token_id": 163, "eoi_token_id": 164,
+    "boa_token_id": 165, "eoa_token_index": 166,
+}  # fmt: skip
 NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
     "num_attention_heads": 3, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
@@ -595,6 +610,37 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "vision_config": VISION, "mm_tokens_per_image": 4, "tie_word_embeddings": False, "image_token_index": 159,
         },
     ),
+    "gemma4": ("Gemma4Text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4, caches of earlier layers, embeddings by layer": (
+        "Gemma4Text",
+        GEMMA4
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 170, "final_logit_softcapping": 9.0},
+    ),
+    "gemma4, everything, biases, untied": (
+        "Gemma4Text",
+        GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "attention_bias": True}
+        | {"tie_word_embeddings": False, "vocab_size_per_layer_input": 160, "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.5},
+        }},
+    ),
+    "gemma4, with vision": (
+        "Gemma4",
+        {"text_config": GEMMA4 | GEMMA4_MORE, "vision_config": GEMMA4_VISION} | GEMMA4_TOKENS,
+    ),
+    "gemma4, with vision, caches of earlier layers, embeddings by layer": (
+        "Gemma4",
+        {
+            "text_config": GEMMA4
+            | GEMMA4_MORE
+            | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
+            "vision_config": GEMMA4_VISION,
+        }
+        | GEMMA4_TOKENS,
+    ),
     "llava, of a llama": (
         "Llava",
         {"text_config": LLAMA | {"model_type": "llama"}, "vision_config": CLIP, "image_token_index": 159},
@@ -813,7 +859,8 @@ NEWER = [
     "ministral3, window, plain rope, tied", "gemma3, with vision", "gemma3, with vision, untied, linear rope",
     "mistral3, with vision", "mistral3, ministral with vision, tied", "gemma3, linear rope in full layers",
     "olmo3, yarn in full layers", "cohere2, layer types, biases", "glm4, whole heads turned, tied",
-    "cohere, norms by head", "stablelm, norms by head, parallel",
+    "cohere, norms by head", "stablelm, norms by head, parallel", "gemma4",
+    "gemma4, caches of earlier layers, embeddings by layer",
 ]  # fmt: skip
 
 
@@ -844,6 +891,16 @@ MIXTURES = [
 ]  # fmt: skip
 
 
+def in_bfloat16(model: "transformers.PreTrainedModel") -> "transformers.PreTrainedModel":
+    """Return the model in bfloat16, its rotary frequencies in float32 as in one that is loaded so."""
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    model.bfloat16()
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            buffer.data = kept[name]
+    return model
+
+
 Mixture = Callable[[str, int], tuple[Path, Tensor, Tensor]]
 
 
@@ -853,7 +910,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 
     @cache
     def write(case: str, seed: int) -> tuple[Path, Tensor, Tensor]:
-        reference, folder = make_reference(*CASES[case], seed).bfloat16(), tmp_path_factory.mktemp("mixture")
+        reference, folder = in_bfloat16(make_reference(*CASES[case], seed)), tmp_path_factory.mktemp("mixture")
         reference.save_pretrained(folder)
         tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
         return folder, logprobs_of(reference, tokens), logprobs_of(reference.float(), tokens)
@@ -959,7 +1016,9 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=len(tokens))
     fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
     kinds = [type(op).__name__ for op in decoder._program.ops]
-    assert kinds == ["FusedOps"], "not all in one call"
+    has_inputs = decoder.spec.layer_input is not None
+    by_layer = [["LookupOp"], *([["MultiplyOp"]] * decoder.spec.num_layers)] if has_inputs else [[]]
+    assert kinds == [kind for before in by_layer for kind in (*before, "FusedOps")], "not all in one call"
     single_ops = replace(back_end, fuse=lambda program: program)
     decoder = load_model(folder, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))

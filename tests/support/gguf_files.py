@@ -101,6 +101,11 @@ def converted(
             count = sum(1 for other in single if re.fullmatch(rf"{place[1]}\.\d+\.{place[3]}", other))
             all_bytes = b"".join(single[f"{place[1]}.{expert}.{place[3]}"][2] for expert in range(count))
             tensors[f"{place[1]}_exps.{place[3]}"] = kind, (count, *shape), all_bytes
+    if architecture == "gemma4":
+        part = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        num_pairs = config["global_head_dim"] // 2
+        turning = torch.arange(num_pairs) < part * num_pairs
+        tensors["rope_freqs.weight"] = as_is("", torch.where(turning, 1.0, 1e30))
     factors = config.get("rope_scaling") or {}
     for kind in ("long", "short"):
         if f"{kind}_factor" in factors:
@@ -166,7 +171,9 @@ def _llama_metadata(config: dict[str, Any]) -> dict[str, Any]:
     } | {key: config[name] for key, name in EXPERT_KEYS if name in config} | {
         f"attention.layer_norm_{'rms_' if name.startswith('rms') else ''}epsilon": config[name]
         for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") if name in config
-    } | _of_some(config) | _of_convolutions(config) | _of_delta_nets(config) | _of_mambas(config)  # fmt: skip
+    } | _of_some(config) | _of_convolutions(config) | _of_delta_nets(config) | _of_mambas(config) | (
+        _of_gemma4(config)
+    )  # fmt: skip
 
 
 def _of_convolutions(config: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +186,32 @@ def _of_convolutions(config: dict[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config["norm_eps"],
         "shortconv.l_cache": config["conv_L_cache"],
     }
+
+
+def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a Gemma 4: sizes of heads and of feed-forwards by layer."""
+    if "global_head_dim" not in config:
+        return {}
+    is_full = [kind == "full_attention" for kind in config["layer_types"]]
+    full, windowed = (config["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention"))
+    heads, size = config["num_key_value_heads"], config["intermediate_size"]
+    full_heads, num_shared = config.get("num_global_key_value_heads"), config.get("num_kv_shared_layers", 0)
+    found: dict[str, Any] = {
+        "attention.shared_kv_layers": num_shared,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "rope.freq_base": float(full["rope_theta"]),
+        "rope.freq_base_swa": float(windowed["rope_theta"]),
+        **({"final_logit_softcapping": softcap} if (softcap := config.get("final_logit_softcapping")) else {}),
+    }
+    for end, key in (("", "global_head_dim"), ("_swa", "head_dim")):
+        sizes = (f"attention.key_length{end}", f"attention.value_length{end}", f"rope.dimension_count{end}")
+        found |= dict.fromkeys(sizes, config[key])
+    if full_heads is not None:
+        found["attention.head_count_kv"] = [full_heads if full else heads for full in is_full]
+    if config.get("use_double_wide_mlp"):
+        first = len(is_full) - num_shared
+        found["feed_forward_length"] = [size * (1 + (index >= first)) for index in range(len(is_full))]
+    return found
 
 
 def _of_delta_nets(config: dict[str, Any]) -> dict[str, Any]:
@@ -273,6 +306,7 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2", "Gemma2ForCausalLM": "gemma2",
     "GemmaForCausalLM": "gemma", "Gemma3ForCausalLM": "gemma3", "Glm4ForCausalLM": "glm4",
+    "Gemma4ForCausalLM": "gemma4",
     "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "StableLmForCausalLM": "stablelm",
     "FalconForCausalLM": "falcon", "GPTNeoXForCausalLM": "gptneox", "OlmoForCausalLM": "olmo",
     "SmolLM3ForCausalLM": "smollm3", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
@@ -301,6 +335,7 @@ EXPERT_KEYS = (
 _VECTORS = {
     ".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias",
     ".feed_forward.expert_bias": "exp_probs_b.bias",
+    ".layer_scalar": "layer_output_scale.weight",
     ".linear_attn.A_log": "ssm_a", ".linear_attn.dt_bias": "ssm_dt.bias", ".A_log": "ssm_a", ".dt_bias": "ssm_dt.bias",
     ".D": "ssm_d",
 }  # fmt: skip
@@ -312,6 +347,11 @@ _EXPERT_NAMES = {
 _OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+_GEMMA4_NAMES = _OUTPUT_NORMS | {
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
 _LFM2_NAMES = {
     "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
@@ -344,6 +384,7 @@ _OWN_NAMES = dict.fromkeys(HYBRIDS, _HYBRID_NAMES) | {
     "lfm2": _LFM2_NAMES, "lfm2moe": _LFM2_NAMES,
     **dict.fromkeys(("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe"), _MAMBA_NAMES),
     "olmo2": _OUTPUT_NORMS, "gemma2": _OUTPUT_NORMS, "gemma3": _OUTPUT_NORMS,
+    "gemma4": _GEMMA4_NAMES,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
     | {"mlp.gate_up_proj": "ffn_up"},

@@ -6,7 +6,7 @@ import torch
 def randomize(model: torch.nn.Module) -> None:
     """Draw all parameters, none of them zero or one, from torch's global generator; weights keep activations' sizes.
 
-    Biases of the choice of experts, which are buffers, are drawn as well.
+    Biases of the choice of experts and factors of layers, which are buffers, are drawn as well.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -18,3 +18,5 @@ def randomize(model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.3 * torch.randn_like(buffer) + 1.0)

@@ -271,6 +271,9 @@ class QKNormOp:
         key_width: int,
     ) -> None: ...
 
+class HeadNormOp:
+    def __init__(self, x: int, out: int, norm: NormWeights, num_rows: int, width: int) -> None: ...
+
 class RotaryParameters:
     def __init__(
         self, heads: Heads, cos_sin: int, rotary_dim: int, is_interleaved: bool, rotary_start: int

@@ -121,6 +121,7 @@ class RotarySpec:
     is_interleaved: bool = False   # pairs of dimensions are (2i, 2i + 1), else (i, rotary_dim / 2 + i)
     kv_scales: KVScales = ONES     # where an 8-bit cache stores none
     rotary_start: int = 0          # the first dimension that is rotated
+    has_keys: bool = True          # False: queries alone are rotated, and nothing is written
 
     def __post_init__(self) -> None:
         if self.cos_sin is not None:
@@ -137,8 +138,13 @@ class RotarySpec:
     @property
     def features(self) -> tuple[str, ...]:
         """Features beyond plain rotation, by their names in the support table."""
-        found = {"interleaved rotary": self.is_interleaved, "rotary of later dimensions": self.rotary_start > 0}
+        found = {
+            "interleaved rotary": self.is_interleaved, "rotary of later dimensions": self.rotary_start > 0,
+            "keys and values of another layer": not self.has_keys,
+        }  # fmt: skip
         return tuple(name for name, is_used in found.items() if is_used)
 
 
-WriteKV = Callable[[RotarySpec, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor], Tensor]  # as `write_kv`
+WriteKV = Callable[  # as `write_kv`
+    [RotarySpec, Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor, Tensor], Tensor
+]

@@ -40,6 +40,7 @@ class LayerInputs:
     states: Sequence[Tensor] = ()        # one for each layer that has some, uint8 [num_slots, num_bytes]
     state_rows: StateRows | None = None  # None: no layer has states
     added: tuple[NDArray[np.int64], Tensor] | None = None  # rows [n] of a step, and what layers add to them, [n, any]
+    token_ids: Tensor | None = None      # [num_tokens] int64; None: no op reads them
 
 
 class Op(Protocol):
@@ -120,51 +121,60 @@ class LinearOp:
 class SplitHeadsOp:
     """query, key and value [num_tokens, their heads, head_dim]: views of qkv, which is consumed.
 
-    gate [num_tokens, num_heads * head_dim], if there is one, is behind the queries.
+    gate [num_tokens, num_heads * head_dim], if there is one, is behind the queries. There may be no value, or no key.
     """
 
     name: str
     heads: Heads
     qkv: str = "qkv"
     query: str = "query"
-    key: str = "key"
-    value: str = "value"
+    key: str | None = "key"
+    value: str | None = "value"
     gate: str | None = None
 
     reads = Names("qkv")
     writes = Names("query", "key", "value", "gate")
 
+    @property
+    def views(self) -> list[tuple[str, int, int | None]]:
+        """Names, in the order of their columns; how many heads each has; and their dimensions, None: they are flat."""
+        num_heads, num_kv_heads, head_dim = self.heads
+        found = (self.query, num_heads, head_dim), (self.gate, num_heads, None)
+        kept = ((name, num_kv_heads, head_dim) for name in (self.key, self.value))
+        return [(name, count, dim) for name, count, dim in (*found, *kept) if name is not None]
+
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Make the views; nothing is computed."""
-        num_heads, num_kv_heads, head_dim = self.heads
-        qkv = activations.pop(self.qkv)
-        first_key = num_heads if self.gate is None else 2 * num_heads
-        heads = qkv.reshape(len(qkv), first_key + 2 * num_kv_heads, head_dim)
-        activations[self.query] = heads[:, :num_heads]
-        activations[self.key] = heads[:, first_key : first_key + num_kv_heads]
-        activations[self.value] = heads[:, first_key + num_kv_heads :]
-        if self.gate is not None:
-            activations[self.gate] = qkv[:, num_heads * head_dim : first_key * head_dim]
+        qkv, head_dim, first = activations.pop(self.qkv), self.heads.head_dim, 0
+        heads = qkv.reshape(len(qkv), qkv.shape[1] // head_dim, head_dim)
+        for name, count, dim in self.views:
+            stop = first + count
+            activations[name] = heads[:, first:stop] if dim else qkv[:, first * head_dim : stop * head_dim]
+            first = stop
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryWriteOp:
-    """Rotation of queries (in place) and keys by position, and the write of keys and values, consumed, to the cache."""
+    """Rotation of queries (in place) and keys by position, and the write of keys and values, consumed, to the cache.
+
+    Without keys, queries alone are rotated: another layer has written to the cache.
+    """
 
     name: str
     layer: int                  # index of the caches
     spec: RotarySpec
     write: WriteKV
     query: str = "query"
-    key: str = "key"
-    value: str | None = "value"  # None: values are parts of the keys
+    key: str | None = "key"
+    value: str | None = "value"  # None: values are parts of the keys, or there are no keys
 
     reads = Names("query", "key", "value")
     writes = Names("query")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Rotate and write, in one op of the back end."""
-        query, key = activations.pop(self.query), activations.pop(self.key)
+        query = activations.pop(self.query)
+        key = None if self.key is None else activations.pop(self.key)
         value = None if self.value is None else activations.pop(self.value)
         keys, values = inputs.keys[self.layer], inputs.values[self.layer]
         activations[self.query] = self.write(

@@ -1,9 +1,11 @@
 """Ops of some model families, and of ranks: experts, heads, latents, convolutions, recurrent layers, exchanges."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.kernels.delta_net import DeltaNetSpec, DeltaRule, Gate
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
+from quire.kernels.linear_weight import Table
 from quire.kernels.mamba import Mamba, MambaSpec
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
@@ -74,6 +76,67 @@ class QKNormOp:
             heads = activations[name]
             shape = (len(heads), heads.shape[1] * heads.shape[2]) if self.is_over_heads else heads.shape
             activations[name] = norm(heads.reshape(shape))[0].reshape(heads.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormOp:
+    """out = norm(x) over each of `num_rows` parts of a token's columns, such as heads; out may be x.
+
+    out [num_tokens, num_rows, width], or without `is_of_heads` [num_tokens, num_rows * width], as x is.
+    """
+
+    name: str
+    norm: Norm
+    x: str
+    out: str
+    num_rows: int
+    width: int
+    is_of_heads: bool = True
+
+    reads = Names("x")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Normalize, in one op of the back end."""
+        x = activations[self.x]
+        activations[self.out] = self.norm(x.reshape(len(x), self.num_rows, self.width))[0].reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupOp:
+    """out [num_tokens, width] = rows of a table for the token ids of a step, times a factor."""
+
+    name: str
+    table: Table
+    embed: Callable[..., Tensor]
+    factor: float
+    out: str
+    reads: tuple[str, ...] = ()
+
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        """Look the rows up, in one op of the back end."""
+        assert inputs.token_ids is not None, "a step without token ids"
+        activations[self.out] = scaled(self.embed(self.table, inputs.token_ids), self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplyOp:
+    """x = x * y[:, first:first + width], x of that width."""
+
+    name: str
+    x: str
+    y: str
+    first: int
+    width: int
+
+    reads = Names("x", "y")
+    writes = Names("x")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        factors = activations[self.y][:, self.first : self.first + self.width]
+        activations[self.x] = multiplied(activations[self.x], factors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def multiplied(x: Tensor, factors: Tensor) -> Tensor:
-    """Return x times factors, which are rounded to its dtype; float32, of a shape that fits x."""
+    """Return x times factors, which are rounded to its dtype, of a shape that fits x."""
     if isinstance(x, np.ndarray):
         return converted(floats(x) * floats(converted(factors, x.dtype)), x.dtype)
     return x * factors.to(x.dtype)

@@ -48,6 +48,8 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "Gemma2ForCausalLM": gemma.gemma2,
     "Gemma3ForCausalLM": gemma.gemma3_text,
     "Gemma3ForConditionalGeneration": multimodal.gemma3,
+    "Gemma4ForCausalLM": gemma.gemma4_text,
+    "Gemma4ForConditionalGeneration": multimodal.gemma4,
     "Glm4ForCausalLM": llama_variants.glm4,
     "Glm4MoeForCausalLM": mixture.glm4_moe,
     "Glm4MoeLiteForCausalLM": deepseek.glm4_moe_lite,

@@ -131,7 +131,7 @@ def _checked(value: object, place: str, vocab_size: int) -> int:
 def num_layer_weights(spec: DecoderSpec) -> int:
     """Return the elements that a token is multiplied with: those of linear layers, without the head."""
     around = DecoderShapes.of(spec)
-    shapes = (*_shapes_of_layers(spec), around.project_in, around.project_out)
+    shapes = (*_shapes_of_layers(spec), around.project_in, around.project_out, around.layer_projection)
     linear = (shape for shape in shapes if isinstance(shape, LinearShape))
     return int(sum(shape.num_weights * shape.share_of_tokens for shape in linear))
 

@@ -196,7 +196,7 @@ class Decoder:
         )
         return LayerInputs(
             batch.positions, batch.slot_mapping, metadata, cache.keys, cache.values, batch.adapters, cache.states,
-            batch.state_rows,
+            batch.state_rows, token_ids=batch.token_ids,
         )
 
     def start_timing(self) -> ProgramTimer:

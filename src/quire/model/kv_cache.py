@@ -97,6 +97,8 @@ class KVGeometry:
             if isinstance(mixer, ShortConv):
                 layers.append(LayerTail(mixer.taps - 1 + max_truncated, mixer.width, tail_dtype or dtype))
                 continue
+            if mixer.cache_layer is not None:
+                continue
             value_dim = 0 if mixer.key_value_dim else None
             layers.append(LayerKV(mixer.num_kv_heads, mixer.head_dim, dtype, scale_dtype, mixer.window, value_dim))
         if spec.is_mtp:

@@ -40,6 +40,7 @@ from quire.model.spec import (
     DeltaNet,
     Experts,
     LatentAttention,
+    LayerInput,
     Mamba,
     NormKind,
     Place,
@@ -69,14 +70,20 @@ def build_program(
 ) -> Program:
     """Read the layers, or those of a range, and the final norm behind the last; return their program, of single ops."""
     found, num_caches, num_states, is_summed = list[Op](), 0, 0, True
-    layers = range(spec.num_layers) if layers is None else layers
+    layers, caches = range(spec.num_layers) if layers is None else layers, dict[int, int]()
+    if spec.layer_input is not None:
+        found += _layer_input_ops(spec, weights, spec.layer_input)
     for index in layers:
-        layer = LayerBuilder(spec, index, weights.layer(index), shared, (num_caches, num_states), is_summed=is_summed)
+        attention = spec.layers[index].attention
+        source = None if attention is None else attention.cache_layer
+        kept = num_caches if source is None else caches[source], num_states
+        layer = LayerBuilder(spec, index, weights, shared, kept, is_summed=is_summed)
         layer.build()
         mixers = spec.layers[index].mixers
         own_states = sum(isinstance(mixer, DeltaNet | Mamba) for mixer in mixers)
         num_states += own_states
-        num_caches += len(mixers) - own_states
+        caches[index] = num_caches
+        num_caches += len(mixers) - own_states - (source is not None)
         found += layer.ops
         is_summed = layer.is_summed
     shape = DecoderShapes.of(spec).final_norm if layers.stop == spec.num_layers else None
@@ -85,6 +92,25 @@ def build_program(
     elif not is_summed:
         found.append(ops.AddOp("final_sum", "x", INPUT, "x", spec.hidden_size))
     return Program(tuple(found), INPUT if shape is None and is_summed else "x")
+
+
+def _layer_input_ops(spec: DecoderSpec, weights: WeightReader, own: LayerInput) -> list[Op]:
+    """Return the ops that make the inputs of all layers, `layer_inputs` [num_tokens, num_layers * size]."""
+    shapes, name, looked_up = DecoderShapes.of(spec), "layer_inputs", "layer_rows"
+    assert shapes.layer_table is not None
+    assert shapes.layer_projection is not None
+    assert shapes.layer_projection_norm is not None
+    table, width = weights.token_table(shapes.layer_table).taken, shapes.layer_table.width
+    factor = float(weights.rounded(np.array([own.size**0.5], np.float32))[0])
+    norm = make_norm(spec, weights, shapes.layer_projection_norm)
+    return [
+        special_ops.LookupOp(f"{name}.lookup", table, weights.back_end.embed, factor, looked_up),
+        ops.LinearOp(f"{name}.projection", weights.dense_linear(shapes.layer_projection), INPUT, name),
+        special_ops.ScaleOp(f"{name}.scale", name, width, spec.hidden_size**-0.5),
+        special_ops.HeadNormOp(f"{name}.norm", norm, name, name, spec.num_layers, own.size, is_of_heads=False),
+        ops.AddOp(f"{name}.sum", name, looked_up, name, width),
+        special_ops.ScaleOp(f"{name}.mean", name, width, 2**-0.5),
+    ]
 
 
 def with_added_rows(program: Program, width: int, num_layers: int) -> Program:
@@ -127,15 +153,23 @@ class LayerBuilder:
         self.ops: list[Op] = []
         self.is_summed = is_summed
         self._spec, self._layer, (self._cache_index, self._state_index) = spec, spec.layers[index], kept
-        self._stem = f"layers.{index}."
+        self._index, self._stem = index, f"layers.{index}."
         self._shapes = LayerShapes.of(spec, self._layer)
-        self._weights, self._shared, self._ranks = weights, shared, shared.ranks
+        self._whole, self._weights, self._shared, self._ranks = weights, weights.layer(index), shared, shared.ranks
         self._parts = list(self._layer.parts)
 
     def build(self) -> None:
         """Append the whole layer. Raises SpecError if the family adds a part behind an op that the layer lacks."""
         kind = "parallel" if self._layer.is_parallel else self._layer.norm_position
         {"parallel": self._parallel, "post": self._post_norm, "output": self._output_norm}.get(kind, self._pre_norm)()
+        if self._spec.layer_input is not None:
+            self._layer_input(self._spec.layer_input)
+        if self._shapes.scale is not None:
+            self.sum_stream("layer_sum")
+            (scale,) = self._weights.vector(self._shapes.scale)
+            self.ops.append(
+                special_ops.ScaleOp(f"{self._stem}scale", INPUT, self._spec.hidden_size, float(scale))
+            )
         if self._parts:
             name, place = self._parts[0].name, self._parts[0].after
             raise SpecError(f"layer part {name}: a layer has no op {place!r} to follow")
@@ -169,6 +203,23 @@ class LayerBuilder:
         """Append x = factor * x, of hidden states, unless that changes nothing."""
         if factor != 1:
             self.ops.append(special_ops.ScaleOp(f"{self._stem}{name}_multiplier", x, self._spec.hidden_size, factor))
+
+    def _layer_input(self, own: LayerInput) -> None:
+        """Append what the layer adds of its input: a gate of the stream times it, projected and normalized."""
+        shapes, shard = self._shapes, None if self._ranks is None else self._ranks.shard
+        assert shapes.layer_gate is not None
+        assert shapes.layer_out is not None
+        is_split = shard is not None and shard.mode == "gather"
+        both = shapes.layer_gate, shapes.layer_out
+        gate_ranges, out_ranges = (self._ranges(each) if is_split else None for each in both)
+        self.sum_stream("feed_forward_sum")
+        self.linear("layer_gate", shapes.layer_gate, INPUT, "layer_gate", gate_ranges)
+        if shard is not None:
+            self.exchange("layer_gate", "layer_gate", shard.cut(own.size))
+        first, name = self._index * own.size, f"{self._stem}layer_input"
+        self.ops.append(special_ops.MultiplyOp(name, "layer_gate", "layer_inputs", first, own.size))
+        self.linear("layer_out", shapes.layer_out, "layer_gate", "x", out_ranges)
+        self._end_sublayer("layer_out", "x", shapes.layer_output_norm)
 
     def _post_norm(self) -> None:
         """Append attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
@@ -363,7 +414,15 @@ class LayerBuilder:
                 heads, ranges = own, list(ranks.shard.qkv_ranges(attention))
         self.linear("qkv", shapes.qkv, source, "qkv", ranges)
         gate = "gate" if attention.has_output_gate else None
-        self._append("split_heads", ops.SplitHeadsOp(f"{self._stem}split_heads", heads, gate=gate))
+        key, value = ("key", "value") if attention.cache_layer is None else (None, None)
+        projected = None if attention.are_values_keys else value
+        split = ops.SplitHeadsOp(f"{self._stem}split_heads", heads, key=key, value=projected, gate=gate)
+        self._append("split_heads", split)
+        if attention.has_value_norm and value is not None:
+            shape = NormShape("", heads.head_dim, has_bias=False, has_weight=False)
+            self._head_norm("value_norm", shape, projected or "key", value, heads.num_kv_heads)
+        if shapes.query_norm is not None and key is None:
+            self._head_norm("query_norm", shapes.query_norm, "query", "query", heads.num_heads)
         if shapes.query_norm is not None and shapes.key_norm is not None:
             query_heads, kv_heads = (None, None) if taken is None else taken
             norms = (
@@ -378,12 +437,20 @@ class LayerBuilder:
             first = taken.query[0], taken.kv[0]
             self.ops.append(special_ops.TakeHeadsOp(f"{self._stem}take_heads", heads, first, own))
         sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, None if taken is None else [taken.query])
-        scales = weights.kv_scales(shapes.qkv) if self._shared.reads_kv_scales else ONES
+        scales = ONES
+        if self._shared.reads_kv_scales:  # those of the layer that has written the cache
+            writer = self._index if attention.cache_layer is None else attention.cache_layer
+            scales = self._whole.layer(writer).kv_scales(shapes.qkv)
         self._attend(attention, own, "attended", sinks, scales)
         if gate is not None:
             width, compute = own.num_heads * own.head_dim, weights.back_end.gate
             self.ops.append(special_ops.GateOp(f"{self._stem}output_gate", "attended", gate, width, compute))
         self._attention_out(attention, shapes.attention_out)
+
+    def _head_norm(self, name: str, shape: NormShape, x: str, out: str, num_heads: int) -> None:
+        """Append out = norm(x) over each head."""
+        norm = make_norm(self._spec, self._weights, shape)
+        self.ops.append(special_ops.HeadNormOp(self._stem + name, norm, x, out, num_heads, shape.width))
 
     def _latent_attention(self, latent: LatentAttention, shapes: LatentShapes, source: str) -> None:
         """Append attention over latents of `source`: project, normalize, project queries to heads and to the latent,
@@ -428,10 +495,13 @@ class LayerBuilder:
         rotary, table, is_interleaved = self._spec.rotary_of(attention), None, False
         if rotary is not None:
             table, is_interleaved = shared.cos_sin[rotary], rotary.is_interleaved
-        rotation = RotarySpec(heads, table, is_interleaved, scales, attention.key_value_dim)
+        has_keys = attention.cache_layer is None
+        rotation = RotarySpec(
+            heads, table, is_interleaved, scales, attention.key_value_dim, has_keys=has_keys
+        )
         name, write = f"{self._stem}rotary_write", weights.back_end.write_kv
-        value = None if attention.key_value_dim else "value"
-        self._append("rotary_write", ops.RotaryWriteOp(name, self._cache_index, rotation, write, value=value))
+        key, value = "key" if has_keys else None, None if attention.key_value_dim or not has_keys else "value"
+        self._append("rotary_write", ops.RotaryWriteOp(name, self._cache_index, rotation, write, "query", key, value))
         if attention.position_scale is not None:
             assert table is not None, "factors of positions without rotary positions"
             factors = weights.taken(weights.rounded(_position_factors(*attention.position_scale, len(table))))

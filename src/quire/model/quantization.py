@@ -61,6 +61,7 @@ class Quantization:
     layers: WeightScheme = WeightScheme()  # the scheme of most layers
     head: WeightScheme = WeightScheme()
     table: TableBlocks | None = None       # None: the embedding table is of floats
+    layer_table: TableBlocks | None = None  # and that of embeddings by layer
 
     def scheme(self, modules: Sequence[str]) -> WeightScheme:
         """Return the scheme of the layer that modules, by their full names in the checkpoint, are fused to."""

@@ -19,6 +19,7 @@ from quire.model.spec import Rotary, SpecError
 
 POSITIONS_AT_ONCE = 1 << 11  # some milliseconds, which a step takes longer when a sequence reaches new ones
 DEFAULT_THETA = 10_000.0
+PROPORTIONAL = "proportional"
 
 
 def rotary_table(frequencies: Array, num_positions: int, scale: float = 1.0) -> Array:
@@ -102,6 +103,8 @@ def rotary_from_config(
     partial: the default of `partial_rotary_factor`, the fraction of a head's dimensions that is rotated; None: all are.
     """
     rope = _rope_section(config, max_position_embeddings)
+    if rope.raw("rope_type") == PROPORTIONAL:
+        return _proportional(rope, head_dim, max_position_embeddings)
     if partial is None:
         rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are rotated")
     else:
@@ -148,6 +151,17 @@ def _rope_section(config: ConfigReader, max_position_embeddings: int) -> ConfigR
 def _default(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """One frequency per pair, falling from 1 to about 1 / theta radians per position. Su et al. 2021, section 3.4."""
     return rotary
+
+
+def _proportional(rope: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rotary:
+    """All pairs of a head, but only the first ones turn, with the frequencies that they have where all do (Gemma 4)."""
+    part = rope.number("partial_rotary_factor", 1.0)
+    if part > 1:
+        raise rope.error(f"partial_rotary_factor must be a number up to 1, got {part}")
+    num_pairs, num_turning = head_dim // 2, int(part * head_dim // 2)
+    divisors = (1.0,) * num_turning + (math.inf,) * (num_pairs - num_turning)
+    theta, factor = rope.number("rope_theta", DEFAULT_THETA), rope.number("factor", 1.0)
+    return Rotary(head_dim, theta, max_position_embeddings, factor, divisors=divisors)
 
 
 def _linear(rope: ConfigReader, rotary: Rotary) -> Rotary:

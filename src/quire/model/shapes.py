@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quire.core.errors import ModelError
 from quire.model.spec import (
@@ -157,7 +157,7 @@ class ExpertShapes(NamedTuple):
 
 
 class AttentionShapes(NamedTuple):
-    """Attention."""
+    """Attention; `qkv` is without what is not projected: values that are keys, all but queries of another's cache."""
 
     qkv: LinearShape
     query_norm: NormShape | None
@@ -172,13 +172,16 @@ class AttentionShapes(NamedTuple):
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         num_gated = num_heads if attention.has_output_gate else 0
         rows = tuple(count * head_dim for count in (num_heads + num_gated, num_kv_heads, num_kv_heads))
-        groups = num_kv_heads if names.is_qkv_grouped else 1
+        groups, num_projected = num_kv_heads if names.is_qkv_grouped else 1, attention.num_projected
+        assert num_projected == len(rows) or len(names.qkv) == len(rows), "modules of queries and keys in one"
+        modules = names.qkv[:num_projected]
         return cls(
             qkv=LinearShape(
-                names.qkv, rows, width, attention.has_qkv_bias, num_groups=groups, num_gated_heads=num_gated
+                modules, rows[:num_projected], width, attention.has_qkv_bias, num_groups=groups,
+                num_gated_heads=num_gated,
             ),
             query_norm=_head_norm(spec, attention, names.query_norm, num_heads),
-            key_norm=_head_norm(spec, attention, names.key_norm, num_kv_heads),
+            key_norm=_head_norm(spec, attention, names.key_norm, num_kv_heads) if num_projected > 1 else None,
             sinks=_vector(names.sinks, num_heads) if attention.has_sinks else None,
             attention_out=LinearShape(
                 (names.attention_out,), (width,), num_heads * head_dim, attention.has_attention_out_bias
@@ -334,6 +337,10 @@ class LayerShapes(NamedTuple):
     experts: ExpertShapes | None
     attention_output_norm: NormShape | None
     feed_forward_output_norm: NormShape | None
+    layer_gate: LinearShape | None
+    layer_out: LinearShape | None
+    layer_output_norm: NormShape | None
+    scale: VectorShape | None
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: LayerSpec) -> "LayerShapes":
@@ -344,6 +351,7 @@ class LayerShapes(NamedTuple):
             up, down = _feed_forward(names.feed_forward_in, names.feed_forward_out, width, feed_forward)
         elif feed_forward is not None:
             experts = ExpertShapes.of(names.experts or ExpertNames(), width, feed_forward)
+        layer_gate, layer_out, layer_output_norm = _layer_input(spec)
 
         def norm(module: str | None, sublayer: object) -> NormShape | None:
             return _norm_or_none(spec, None if sublayer is None else module, width)
@@ -358,6 +366,10 @@ class LayerShapes(NamedTuple):
             experts=experts,
             attention_output_norm=norm(names.attention_output_norm, mixer),
             feed_forward_output_norm=norm(names.feed_forward_output_norm, feed_forward),
+            layer_gate=layer_gate,
+            layer_out=layer_out,
+            layer_output_norm=layer_output_norm,
+            scale=_vector(names.layer_scale, 1) if layer.has_scale else None,
         )
 
     @property
@@ -373,7 +385,10 @@ class LayerShapes(NamedTuple):
         named: dict[str, object] = {}
         for mixer in (self.mixer, self.beside):
             named |= {} if mixer is None else mixer._asdict()
-        named |= {"feed_forward_in": self.up, "feed_forward_out": self.down}
+        named |= {
+            "feed_forward_in": self.up, "feed_forward_out": self.down, "layer_gate": self.layer_gate,
+            "layer_out": self.layer_out,
+        }  # fmt: skip
         return {
             name: shape for name, shape in named.items() if isinstance(shape, LinearShape) and not shape.is_always_dense
         }
@@ -410,6 +425,9 @@ class DecoderShapes(NamedTuple):
     project_out: LinearShape | None
     classifier: LinearShape | None
     classifier_norm: NormShape | None
+    layer_table: TableShape | None
+    layer_projection: LinearShape | None
+    layer_projection_norm: NormShape | None
     head: LinearShape
 
     @classmethod
@@ -433,6 +451,7 @@ class DecoderShapes(NamedTuple):
             project_out=_projection(names.project_out, width, hidden),
             classifier=classifier,
             classifier_norm=classifier_norm,
+            **_layer_inputs(spec),
             head=LinearShape((names.head,), (num_outputs,), width, spec.has_head_bias),
         )
 
@@ -565,6 +584,34 @@ def _head_norm(spec: DecoderSpec, attention: Attention, module: str | None, num_
     if norm is None or not attention.is_query_key_norm_by_head:
         return norm
     return norm._replace(num_heads=num_heads, has_bias=False)
+
+
+def _layer_inputs(spec: DecoderSpec) -> dict[str, Any]:
+    """Return the modules that make the inputs of all layers, by the names of their fields."""
+    names, own = spec.weights, spec.layer_input
+    if own is None:
+        return dict.fromkeys(("layer_table", "layer_projection", "layer_projection_norm"))
+    assert names.layer_table is not None, "embeddings by layer in a map of names without them"
+    assert names.layer_projection is not None
+    assert names.layer_projection_norm is not None
+    width = spec.num_layers * own.size
+    return {
+        "layer_table": TableShape(names.layer_table, own.num_rows, width),
+        "layer_projection": LinearShape((names.layer_projection,), (width,), spec.hidden_size, is_always_dense=True),
+        "layer_projection_norm": _norm(spec, names.layer_projection_norm, own.size),
+    }
+
+
+def _layer_input(spec: DecoderSpec) -> tuple[LinearShape | None, LinearShape | None, NormShape | None]:
+    """Return a layer's gate of its input, the projection back, and the norm of that."""
+    names, own, width = spec.weights, spec.layer_input, spec.hidden_size
+    if own is None:
+        return None, None, None
+    assert names.layer_gate is not None, "embeddings by layer in a map of names without them"
+    assert names.layer_out is not None
+    gate = LinearShape((names.layer_gate,), (own.size,), width, activation=own.activation)
+    out, norm = LinearShape((names.layer_out,), (width,), own.size), _norm_or_none(spec, names.layer_output_norm, width)
+    return gate, out, norm
 
 
 def _token_types(module: str | None, num_types: int, width: int) -> TableShape | None:

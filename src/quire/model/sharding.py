@@ -111,12 +111,12 @@ class Shard:
             return [(0, count) for count in shape.num_rows]
         return list(self.qkv_ranges(layer.attention))
 
-    def qkv_ranges(self, attention: Attention) -> tuple[Range, Range, Range]:
-        """Return this rank's outputs of the query, key and value projections."""
+    def qkv_ranges(self, attention: Attention) -> tuple[Range, ...]:
+        """Return this rank's outputs of the query, key and value projections, of those that there are."""
         query, kv = ((start * attention.head_dim, stop * attention.head_dim) for start, stop in self.heads(attention))
         if attention.has_output_gate:
             query = 2 * query[0], 2 * query[1]
-        return query, kv, kv
+        return (query, kv, kv)[: attention.num_projected]
 
     def delta_ranges(self, net: DeltaNet, op: str) -> list[Range]:
         """Return this rank's outputs of a linear op of a gated delta net: those of its heads."""

@@ -31,7 +31,8 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
 Place = Literal[  # ops of a layer that a part may follow
     "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
     "conv_out", "delta_in", "delta_rates", "delta", "delta_out", "mamba_in", "mamba", "mamba_out",
-    "feed_forward_norm", "feed_forward_in", "feed_forward_out",
+    "feed_forward_norm", "feed_forward_in", "feed_forward_out", "layer_gate",
+    "layer_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
@@ -137,6 +138,13 @@ class WeightMap:
     feed_forward_output_norm: str | None = None
     mtp_norms: tuple[str, str] | None = None     # of an MTP head: norms of an embedding and of a hidden state, and
     mtp_projection: str | None = None            # the projection of both
+    layer_scale: str | None = None          # a tensor, its whole name: a number that the stream behind a layer is times
+    layer_table: str | None = None          # embeddings by layer (Gemma 4), and what is projected and added to them
+    layer_projection: str | None = None
+    layer_projection_norm: str | None = None
+    layer_gate: str | None = None           # of a layer: the projections around its part of these, and a norm
+    layer_out: str | None = None
+    layer_output_norm: str | None = None
     experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
     project_in: str | None = None           # between embeddings and hidden states of another width
     project_out: str | None = None
@@ -263,10 +271,19 @@ class Attention:
     rotary: Rotary | None = None                # this layer's alone; None: the decoder's
     is_causal: bool = True                      # False: a token attends to those after it as well
     has_output_gate: bool = False               # results times sigmoids of what is projected behind each query
+    has_value_norm: bool = False                # values are normalized over each head, without weights
+    are_values_keys: bool = False               # values are keys before their norm, and are not projected
+    cache_layer: int | None = None              # reads the cache of this earlier layer, and has no keys; None: its own
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise SpecError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} key-value heads")
+        assert self.has_value_norm or not self.are_values_keys, "values in the memory of keys"
+
+    @property
+    def num_projected(self) -> int:
+        """How many of queries, keys and values are projected."""
+        return 1 if self.cache_layer is not None else 2 if self.are_values_keys else 3
 
     @property
     def scale(self) -> float:
@@ -424,6 +441,7 @@ class LayerSpec:
     beside: Mamba | None = None                 # reads what the mixer reads; their outputs are added
     mixer_multipliers: tuple[float, float] = (1.0, 1.0)         # factors on the outputs of the mixer and of that
     feed_forward_multipliers: tuple[float, float] = (1.0, 1.0)  # and on the feed-forward's input and output
+    has_scale: bool = False                     # the stream behind the layer is times a number of the checkpoint
     parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
@@ -461,6 +479,18 @@ class Classifier:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What each layer adds to the stream behind its feed-forward (Gemma 4): `size` dimensions of a token, gated.
+
+    They are a row of a table, and a projection of the token's embedding.
+    """
+
+    size: int
+    num_rows: int          # of the table, for token ids
+    activation: Activation  # of the gate, which is projected from the stream
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Sizes and choices of a decoder, or of an encoder, and how its weights are called.
 
@@ -492,6 +522,7 @@ class DecoderSpec:
     num_token_types: int = 0                    # 0: no embeddings of token types
     has_embedding_norm: bool = False
     classifier: Classifier | None = None        # the head, in place of one over the vocabulary
+    layer_input: LayerInput | None = None
     vision: "VisionSpec | None" = field(default=None, repr=False)  # None: reads text alone
     mtp: "DecoderSpec | None" = field(default=None, repr=False)  # an MTP head of the checkpoint, as `with_mtp` makes it
 
@@ -505,6 +536,9 @@ class DecoderSpec:
             raise SpecError("causal layers together with others are not supported yet")
         if not self.is_causal and len({(each.num_kv_heads, each.head_dim) for each in self.attentions}) > 1:
             raise SpecError("encoders of layers with different heads are not supported yet")
+        head_dims = sorted({attention.head_dim for attention in self.attentions})
+        if len(head_dims) > 1 and (odd := [each for each in head_dims if each % 8]):
+            raise SpecError(f"layers with heads of {head_dims} dimensions need multiples of 8, and {odd[0]} is none")
         for attention in self.attentions:
             rotary = self.rotary_of(attention)
             if rotary is not None and rotary.head_dim % 2:
@@ -514,8 +548,13 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """The layers that are attention, in order: each has a KV cache, unless it is of an encoder."""
+        """The layers that are attention, in order."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def cached_attentions(self) -> tuple[Attention, ...]:
+        """Those with a KV cache of their own, in order: none of an encoder's."""
+        return tuple(each for each in self.attentions if each.is_causal and each.cache_layer is None)
 
     def check_kv_dtype(self, element: str) -> None:
         """Raise ConfigError if keys and values cannot be cached in elements of this dtype."""

@@ -123,6 +123,10 @@ class WeightReader:
         if head is not None:
             table = head.table  # type: ignore[attr-defined]
             return TokenTable(table, table, head)
+        return self.token_table(shape)
+
+    def token_table(self, shape: TableShape) -> TokenTable:
+        """Return a table with a row for each token, of floats or as the checkpoint stores it."""
         module = ModuleRows.whole(f"{self._prefix}{shape.module}", shape.num_rows)
         stored = self._format.read_table(self._tensors, module, shape.width)
         if stored is None:

@@ -133,8 +133,10 @@ def weight_bytes(
         num_bytes = _kept_bytes(shape, dtype, packing, scheme)
         if shape == around.embedding and is_table_head:
             return 0
-        if shape == around.embedding and packing.keeps_table_blocks and quantization.table and dtype != "float16":
-            num_bytes = num_elements(shape) // quantization.table.num_elements * quantization.table.num_bytes
+        blocks = quantization.table if shape == around.embedding else quantization.layer_table
+        is_table = shape in (around.embedding, around.layer_table) and packing.keeps_table_blocks
+        if shape is not None and is_table and blocks and dtype != "float16":
+            num_bytes = num_elements(shape) // blocks.num_elements * blocks.num_bytes
         if not of_one_token:
             return num_bytes
         if isinstance(shape, LinearShape):
@@ -177,8 +179,7 @@ def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -
 
     `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
     """
-    kept = [each for each in spec.attentions if each.is_causal]
-    vectors = ((each, each.num_kv_heads * (1 if each.key_value_dim else 2)) for each in kept)
+    vectors = ((each, each.num_kv_heads * (1 if each.key_value_dim else 2)) for each in spec.cached_attentions)
     return sum(count * (each.head_dim * itemsize + scale_bytes) for each, count in vectors)
 
 

@@ -26,6 +26,14 @@ WIDE = {
 }  # fmt: skip
 WITHOUT_RMS = {key: value for key, value in WIDE.items() if key != "rms_norm_eps"}
 FALCON = WITHOUT_RMS | {"architectures": ["FalconForCausalLM"], "layer_norm_epsilon": 1e-5, "intermediate_size": 192}
+GEMMA4 = WIDE | {
+    "architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "global_head_dim": 32, "sliding_window": 11,
+    "num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_theta": 300.0},
+    },
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": WIDE | {"architectures": ["LlamaForCausalLM"]},
     "llama, biases, own head width, tied": WIDE
@@ -69,6 +77,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3, own base of windowed layers": WIDE
     | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 11, "query_pre_attn_scalar": 16}
     | {"num_hidden_layers": 6, "rope_local_base_freq": 300.0},
+    "gemma4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 9.0},
+    "gemma4, caches of earlier layers, embeddings by layer": GEMMA4
+    | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+    | {"vocab_size_per_layer_input": 96},
     "glm4": WIDE | {"architectures": ["Glm4ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4, no biases": WIDE
     | {"architectures": ["Glm4ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False},
@@ -289,6 +301,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         ("olmo", {"olmo.attention.layer_norm_epsilon": 1e-6}, "layer_norm_epsilon = 1e-06 is not supported yet"),
         ("stablelm", {"stablelm.logit_scale": 2.0}, "logit_scale = 2.0 is not supported yet"),
         ("command-r", {"command-r.logit_scale": None}, "command-r.logit_scale is missing"),
+        ("gemma4", {"gemma4.attention.value_length": 16}, "value_length = 16 is not supported yet: it must be the hea"),
+        ("gemma4", {"gemma4.attention.shared_kv_layers": 4}, "shared_kv_layers must be an integer from 0 to 3, got 4"),
+        ("gemma4", {"gemma4.feed_forward_length": [80, 80, 80, 160]}, "feed_forward_length must be one number, or tw"),
+        ("gemma4", {"gemma4.expert_count": 8}, "expert_count = 8 is not supported yet"),
         ("gpt-oss", {"gpt-oss.expert_count": None}, "gpt-oss.expert_count is missing"),
     ],
 )
@@ -372,8 +388,10 @@ def test_names_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> Non
     expected = set()
     for name in load_file(folder / "model.safetensors"):
         merged = re.sub(r"\.norms\.\d+|(?<=\.experts)\.\d+", "", name)  # one tensor of all heads, or of all experts
-        merged = f"{merged}.weight" if name.endswith("sinks") else merged
+        merged = f"{merged}.weight" if name.endswith(("sinks", "layer_scalar")) else merged
         expected.add(theirs.get_name(merged, try_suffixes=(".weight", ".bias")))
+    if family.startswith("gemma4"):
+        expected.add(f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight")
     if "longrope" in family:
         factors = gguf.MODEL_TENSOR.ROPE_FACTORS_LONG, gguf.MODEL_TENSOR.ROPE_FACTORS_SHORT
         expected |= {f"{gguf.TENSOR_NAMES[each]}.weight" for each in factors}

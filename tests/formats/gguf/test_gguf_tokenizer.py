@@ -60,6 +60,27 @@ def test_tokenizer_equals_that_of_the_folder(name: str, tmp_path: Path) -> None:
     assert ours.vocab_size >= theirs.vocab_size
 
 
+def test_pieces_with_merges_are_those_of_a_gemma(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    merges = [("l", "o"), ("lo", "w"), ("▁", "low"), ("e", "r"), ("▁low", "er"), ("h", "e"), ("▁", "▁"), ("1", "2")]
+    pieces = sorted({piece for merge in merges for piece in (*merge, "".join(merge))})
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    ids = {token: index for index, token in enumerate(tokens)}
+    theirs = transformers.GemmaTokenizer(vocab=ids, merges=merges, mask_token=None, extra_special_tokens=["<|turn>"])
+    metadata = {
+        "model": "gemma4", "tokens": tokens, "token_type": [3, 3, 3, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "merges": [" ".join(merge) for merge in merges], "bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3,
+        "add_bos_token": True,
+    }  # fmt: skip
+    file = write_gguf(tmp_path / "a.gguf", {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, {})
+    ours = load_tokenizer(file)
+    for text in (*TEXTS, "low lower  he\n<|turn>12"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == expected
+        assert ours.encode(text) == [2, *expected]
+        assert ours.decode(expected, skip_special_tokens=False) == theirs.decode(expected)
+
+
 def test_template_for_tools_has_its_name_behind_the_key(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     folder = write_folder("byte_level", tmp_path / "model")
@@ -205,7 +226,7 @@ def test_thousands_of_special_tokens_take_no_time_each(
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"ggml.model": "bert"}, "tokenizer.ggml.model must be gpt2 or llama, got 'bert'; --tokenizer FOLDER"),
+    "model": ({"ggml.model": "bert"}, "tokenizer.ggml.model must be gpt2, llama or gemma4, got 'bert'; --tokenizer"),
     "rule": ({"ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported; known are gpt-2, "),
     "no tokens": ({"ggml.tokens": None}, "tokenizer.ggml.tokens must be an array of strings, it is missing"),
     "no merges": ({"ggml.merges": None}, "tokenizer.ggml.merges must be an array of strings, it is missing"),

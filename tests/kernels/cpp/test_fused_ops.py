@@ -3,6 +3,8 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from support.rotary import table_of
 
 HEADS, WIDTH, INNER, BLOCK_SIZE = Heads(4, 2, 16), 48, 80, 8
 NUM_TOKENS = 7  # a chunk of 6 and a decode
+SEEDS = count(1)
 
 
 def linear(
@@ -167,6 +170,39 @@ def latent_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> l
     ]
 
 
+def gemma4_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> list[Op]:
+    """Return a layer with values that are keys, or in the second with another's cache; and norms of parts of a row."""
+    stem, size, (num_heads, num_kv_heads, head_dim) = f"layers.{layer}.", 32, HEADS
+    query_width, kv_width, has_keys = num_heads * head_dim, num_kv_heads * head_dim, layer == 0
+    wide = partial(norm, dtype=dtype, centers=False, offset=0.0)
+    inputs: list[Op] = [
+        ops.LinearOp("inputs", linear(WIDTH, 2 * size, dtype, DENSE), INPUT, "inputs"),
+        special_ops.HeadNormOp("inputs_norm", wide(size), "inputs", "inputs", 2, size, is_of_heads=False),
+        ops.LinearOp("inputs_out", linear(2 * size, WIDTH, dtype, DENSE), "inputs", "y"),
+        ops.AddOp("inputs_sum", "y", INPUT, INPUT, WIDTH),
+    ]
+    keys: list[Op] = [
+        special_ops.HeadNormOp(f"{stem}value_norm", wide(head_dim), "key", "value", num_kv_heads, head_dim),
+        special_ops.QKNormOp(f"{stem}qk_norm", wide(head_dim), wide(head_dim), HEADS),
+    ]
+    queries: list[Op] = [special_ops.HeadNormOp(f"{stem}norm", wide(head_dim), "query", "query", num_heads, head_dim)]
+    names = ("key", None) if has_keys else (None, None)
+    rotary = RotarySpec(HEADS, table_of(torch.rand(head_dim // 2), 64), has_keys=has_keys)
+    written = ("key", "value") if has_keys else (None, None)
+    return [
+        ops.NormOp(f"{stem}norm_1", wide(WIDTH), INPUT, "x"),
+        *(inputs if has_keys else []),
+        ops.LinearOp(f"{stem}qkv", linear(WIDTH, query_width + has_keys * kv_width, dtype, DENSE), "x", "qkv"),
+        ops.SplitHeadsOp(f"{stem}split", HEADS, "qkv", "query", *names),
+        *(keys if has_keys else queries),
+        ops.RotaryWriteOp(f"{stem}rotary", 0, arrays(rotary), write_kv, "query", *written),
+        ops.AttentionOp(f"{stem}attention", 0, AttentionSpec(HEADS, 1.0), paged_attention),
+        ops.LinearOp(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
+        ops.AddOp(f"{stem}sum", "x", INPUT, INPUT, WIDTH),
+        ops.CountLayerOp(f"{stem}end", progress),
+    ]
+
+
 def int8_cache(generator: torch.Generator) -> Tensor:
     """Return random keys or values in 8 bits, with scales of 0.01."""
     num_kv_heads, head_dim = HEADS.num_kv_heads, HEADS.head_dim
@@ -175,6 +211,9 @@ def int8_cache(generator: torch.Generator) -> Tensor:
     scales = torch.full((BLOCK_SIZE,), 0.01).view(torch.int8)
     cache.view(4, num_kv_heads, -1)[..., BLOCK_SIZE * head_dim :] = scales
     return cache
+
+
+OWN_LAYERS = {"latent": latent_ops, "gemma4": gemma4_ops}
 
 
 @dataclass
@@ -213,28 +252,28 @@ def make(dtype: torch.dtype, position: str, change: Callable[[list[Op]], list[Op
     progress = np.zeros(1, np.int64)
     if position == "parallel":
         found = [op for layer in range(2) for op in parallel_ops(layer, dtype, progress)]
-    elif position == "latent":
-        found = [op for layer in range(2) for op in latent_ops(layer, dtype, progress)]
+    elif position in OWN_LAYERS:
+        found = [op for layer in range(2) for op in OWN_LAYERS[position](layer, dtype, progress)]
     else:
         found = [op for layer in range(2) for op in layer_ops(layer, dtype, position, progress)]
-    return Step(Program(tuple(change(found)), INPUT if position == "post" else "x"), progress, dtype)
+    return Step(Program(tuple(change(found)), INPUT if position in ("post", "gemma4") else "x"), progress, dtype)
 
 
 def first_difference(step: Step) -> str | None:
     """Return the first op behind which the fused program has other activations, caches or counts than single ops."""
     in_order = step.program.ops
-    for count, (op, alive) in enumerate(zip(in_order, live_after(in_order, step.program.result), strict=True), 1):
+    for stop, (op, alive) in enumerate(zip(in_order, live_after(in_order, step.program.result), strict=True), 1):
         for result in sorted(alive):
-            prefix = Program(in_order[:count], result)
-            fused = step.run(fuse(prefix), seed=count)  # other inputs each time: no memory holds the expected values
-            expected = step.run(prefix, seed=count)
+            prefix = Program(in_order[:stop], result)
+            seed = next(SEEDS)  # other inputs each time: no memory holds the expected values, of another test either
+            fused, expected = step.run(fuse(prefix), seed), step.run(prefix, seed)
             if not all(torch.equal(fused[name], expected[name]) for name in expected):
                 return op.name
     return None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("position", ["pre", "post", "parallel", "latent"])
+@pytest.mark.parametrize("position", ["pre", "post", "parallel", *OWN_LAYERS])
 def test_each_fused_op_has_the_bits_of_its_single_op(position: str, dtype: torch.dtype) -> None:
     step = make(dtype, position)
     assert [type(op) for op in fuse(step.program).ops] == [FusedOps]
@@ -251,7 +290,7 @@ def test_fused_ops_over_a_quantized_cache_have_the_bits_of_single_ops(position: 
 
 COMPUTING = [
     (position, op.name)
-    for position in ("pre", "parallel", "latent")
+    for position in ("pre", "parallel", *OWN_LAYERS)
     for op in make(torch.float32, position).program.ops
     if not isinstance(op, ops.SplitHeadsOp)
 ]

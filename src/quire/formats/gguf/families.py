@@ -346,6 +346,9 @@ GRANITE_FACTORS = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+GEMMA4_FULL_EVERY = 6  # layers, where the file does not say
+ROPE_FREQS = "rope_freqs.weight"
+STILL = 1e29           # the least divisor of a frequency of 0
 OLMO3_FULL_EVERY = 4  # layers, where the file does not say
 WINDOW_PATTERN = "attention.sliding_window_pattern"
 ROPE_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -448,6 +451,65 @@ def gemma3(metadata: Metadata) -> dict[str, object]:
         "sliding_window": metadata.size("attention.sliding_window"),
         "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
         "query_pre_attn_scalar": _score_scalar(metadata, config, GEMMA3_27B_LAYERS),
+    }
+
+
+def gemma4(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Gemma 4. Values are keys in files without a projection of values of layers without windows.
+
+    Of the rotary scaling of these layers files have the divisors: 1 for pairs that turn, 1e30 for others.
+    """
+    num_layers, head_dims = metadata.size("block_count", limit=MAX_LAYERS), list[int]()
+    windowed = metadata.windowed(WINDOW_PATTERN, num_layers, GEMMA4_FULL_EVERY)
+    for end in ("", "_swa"):
+        head_dims.append(metadata.size(f"attention.key_length{end}", *head_dims[:1], limit=MAX_HEAD_DIM))
+        for key in (f"attention.value_length{end}", f"rope.dimension_count{end}"):
+            metadata.reject(key, head_dims[-1], why=f"it must be the head's {head_dims[-1]} dimensions")
+    metadata.reject("rope.scaling.type", "none", why="no family here computes with it")
+    num_shared = metadata.size("attention.shared_kv_layers", 0, least=0, limit=num_layers - 1)
+    kv_heads, sizes = (
+        metadata.counts_or_size(key, num_layers) for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    is_wide = num_shared > 0 and sizes[-1] == 2 * sizes[0]
+    if sizes != [sizes[0] * (1 + (is_wide and index >= num_layers - num_shared)) for index in range(num_layers)]:
+        limit = f"one number, or twice that in the last {num_shared} layers"
+        raise metadata.error(f"feed_forward_length must be {limit}, got {sorted(set(sizes))}")
+    full_values = (f"blk.{index}.attn_v.weight" for index in range(num_layers - num_shared) if not windowed[index])
+    num_pairs = head_dims[0] // 2
+    divisors = metadata.divisors(ROPE_FREQS, num_pairs)
+    num_turning = sum(each == 1 for each in divisors)
+    if any(each != 1 for each in divisors[:num_turning]) or any(each < STILL for each in divisors[num_turning:]):
+        raise metadata.file.error(f"tensor {ROPE_FREQS} must be 1 for the first pairs, and at least {STILL} for others")
+    softcap = "final_logit_softcapping"
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": metadata.size("embedding_length"),
+        "intermediate_size": sizes[0],
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": metadata.size("attention.head_count"),
+        "num_key_value_heads": kv_heads[0],
+        "head_dim": head_dims[1],
+        "max_position_embeddings": metadata.size("context_length", limit=MAX_POSITIONS),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windowed],
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": is_wide,
+        "attention_k_eq_v": any(not metadata.has_tensor(name) for name in full_values),
+        "hidden_size_per_layer_input": metadata.size("embedding_length_per_layer_input", 0, least=0),
+        "final_logit_softcapping": metadata.number(softcap) if metadata.has(softcap) else None,
+        "per_layer_config": {
+            str(index): {"head_dim": head_dims[each], "num_key_value_heads": kv_heads[index]}
+            for index, each in enumerate(windowed)
+        },
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": metadata.number("rope.freq_base", 1_000_000.0),
+                "partial_rotary_factor": min((num_turning + 0.5) / num_pairs, 1.0),  # rounded down to pairs
+            },
+            "sliding_attention": {"rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)},
+        },
     }
 
 

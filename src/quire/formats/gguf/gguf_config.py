@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from quire.formats.gguf import families
-from quire.formats.gguf.families import of_family
+from quire.formats.gguf.families import ROPE_FREQS, of_family
 from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, Metadata, TensorEntry
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
 from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, LayerSpec, Mamba, WeightMap
@@ -27,7 +27,6 @@ EXPERT_NAMES = ExpertNames(
     shared_gate="ffn_gate_inp_shexp", shared_in=("ffn_gate_shexp", "ffn_up_shexp"), shared_out="ffn_down_shexp",
     stacked=(),
 )  # fmt: skip
-ROPE_FREQS = "rope_freqs.weight"
 QUERY_BIAS = "blk.0.attn_q.bias"
 _LLAMA_WEIGHTS = WeightMap(
     prefixes=("",),
@@ -50,6 +49,11 @@ _OLMO2_WEIGHTS = replace(_LLAMA_WEIGHTS, attention_norm="post_attention_norm", f
 _GEMMA2_WEIGHTS = replace(
     _LLAMA_WEIGHTS, attention_output_norm="post_attention_norm", feed_forward_output_norm="post_ffw_norm"
 )
+_GEMMA4_WEIGHTS = replace(
+    _GEMMA2_WEIGHTS, layer_scale="layer_output_scale.weight", layer_table="per_layer_token_embd",
+    layer_projection="per_layer_model_proj", layer_projection_norm="per_layer_proj_norm", layer_gate="inp_gate",
+    layer_out="proj", layer_output_norm="post_norm",
+)  # fmt: skip
 _PHI3_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",))
 _GLM4_WEIGHTS = replace(_GEMMA2_WEIGHTS, feed_forward_in=("ffn_up",))
 _GPT2_WEIGHTS = replace(_PHI3_WEIGHTS, positions="position_embd")
@@ -133,6 +137,7 @@ ARCHITECTURES = {
         reads=("attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3": Architecture(families.gemma3, _GEMMA2_WEIGHTS, has_raised_norms=True),
+    "gemma4": Architecture(families.gemma4, _GEMMA4_WEIGHTS, reads=("final_logit_softcapping",)),
     "command-r": Architecture(
         partial(families.cohere, family="CohereForCausalLM"), _LLAMA_WEIGHTS, reads=("logit_scale",),
         flags={"attention_bias": QUERY_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
@@ -250,10 +255,12 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
         names = replace(names, qkv=names.qkv if has_rank else ("attn_q", names.qkv[1]), kv_up=kv_up)
     num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
     later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
-    spec = replace(spec, weights=replace(names, skipped=later))
+    shared = (i for i, layer in enumerate(spec.layers) if layer.attention and layer.attention.cache_layer is not None)
+    unread = (f"blk.{layer}.attn_{part}." for layer in shared for part in ("k", "v", "k_norm"))
+    spec = replace(spec, weights=replace(names, skipped=(*later, *unread)))
     if spec.has_states:
         spec = spec.with_layers(partial(_as_stored, is_tiled=architecture.has_tiled_heads))
-    if spec.rotary is None or ROPE_FREQS not in file.tensors:
+    if spec.rotary is None or spec.rotary.divisors is not None or ROPE_FREQS not in file.tensors:
         return spec
     divisors = Metadata(file, _architecture_name(file)).divisors(ROPE_FREQS, spec.head_dim // 2)
     return replace(spec, rotary=replace(spec.rotary, divisors=divisors))

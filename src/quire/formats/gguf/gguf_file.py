@@ -384,6 +384,12 @@ class Metadata(ConfigReader):
             raise self.error(f"{key} must be a list of {num_layers} numbers, 0 or more, got {len(found)} items")
         return [int(each) for each in found]
 
+    def counts_or_size(self, key: str, num_layers: int) -> list[int]:
+        """Return a size for each of `num_layers` layers: one for all, or a list of them."""
+        if isinstance(self.raw(key), MetadataArray):
+            return self.counts(key, num_layers)
+        return [self.size(key)] * num_layers
+
     def divisors(self, name: str, num_pairs: int) -> tuple[float, ...]:
         """Return a vector of the file: the number by which the frequency of each pair is divided."""
         if not self.has_tensor(name):

@@ -1,9 +1,9 @@
 """Tokenizer, special tokens and chat template from the metadata of a GGUF file.
 
-Two kinds of vocabulary are read: byte-level BPE ("gpt2": tokens, merges, and the name of the rule by which a text is
-cut into words, "pre") and SentencePiece's BPE ("llama": pieces with scores). A file may also have a whole
-tokenizer.json. Token types are SentencePiece's: special tokens are of type control, unknown or user-defined, or have a
-text that is known to be one of a special token.
+Three kinds of vocabulary are read: byte-level BPE ("gpt2": tokens, merges, and the name of the rule by which a text is
+cut into words, "pre"), SentencePiece's BPE ("llama": pieces with scores), and its pieces with merges ("gemma4"). A file
+may also have a whole tokenizer.json. Token types are SentencePiece's: special tokens are of type control, unknown or
+user-defined, or have a text that is known to be one of a special token.
 """
 
 from collections import Counter
@@ -138,8 +138,10 @@ def read_gguf_tokenizer(file: GGUFFile) -> tuple[Tokenizer, TextSettings]:
         tokenizer, adds_bos = _byte_level(file, vocabulary, rule), rule.adds_bos
     elif kind == "llama":
         tokenizer, adds_bos, defaults = _sentencepiece(file, vocabulary), True, _SENTENCEPIECE_IDS
+    elif kind == "gemma4":
+        tokenizer, adds_bos = _pieces_with_merges(file, vocabulary), True
     else:
-        raise file.error(f"{MODEL_KEY} must be gpt2 or llama, got {kind!r:.80}; --tokenizer FOLDER replaces it")
+        raise file.error(f"{MODEL_KEY} must be gpt2, llama or gemma4, got {kind!r:.80}; --tokenizer FOLDER replaces it")
     named = _named_tokens(file, vocabulary, defaults)
     if adds_bos is not None:
         first = named.get("bos_token") if _flag(file, "add_bos_token", adds_bos) else None
@@ -163,14 +165,33 @@ def _word_rule(file: GGUFFile) -> WordRule:
     return WORD_RULES[name]
 
 
-def _byte_level(file: GGUFFile, vocabulary: Vocabulary, rule: WordRule) -> Tokenizer:
+def _pieces_with_merges(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
+    unknown = _token_id(file, "unknown", len(vocabulary.tokens), {})
+    text = None if unknown is None else vocabulary.tokens[unknown]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary.ids, _merges(file), unk_token=text, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.add_tokens(added_tokens(vocabulary.added()))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def _merges(file: GGUFFile) -> list[tuple[str, str]]:
+    """Return the merges of a file, the first ones first."""
     merges = []
     for index, merge in enumerate(file.strings(MERGES_KEY)):
         first, _, second = merge.partition(" ")
         if not first or not second or " " in second:
             raise file.error(f"{MERGES_KEY} {index}: expected two tokens, got {merge!r:.80}")
         merges.append((first, second))
-    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=rule.keeps_words))
+    return merges
+
+
+def _byte_level(file: GGUFFile, vocabulary: Vocabulary, rule: WordRule) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, _merges(file), ignore_merges=rule.keeps_words))
     tokenizer.add_tokens(added_tokens(vocabulary.added()))
     if rule.composes:
         tokenizer.normalizer = normalizers.NFC()

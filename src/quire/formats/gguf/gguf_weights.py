@@ -84,7 +84,8 @@ def gguf_quantization(file: GGUFFile, spec: DecoderSpec, asked: QuantizationOpti
     head = f"{names.head}.weight" if f"{names.head}.weight" in file.tensors else f"{names.embedding}.weight"
     counts: Counter[str] = Counter()
     for name, entry in file.tensors.items():
-        if len(entry.shape) > 1 and name != head and name.split(".")[0] not in (names.embedding, names.positions):
+        tables = names.embedding, names.positions, names.layer_table
+        if len(entry.shape) > 1 and name != head and name.split(".")[0] not in tables:
             counts[entry.type.name] += math.prod(entry.shape)
     head_kind = file.tensors[head].type.name
     found = [kind for kind, _ in counts.most_common() if kind in SCHEMES]
@@ -101,11 +102,18 @@ def gguf_quantization(file: GGUFFile, spec: DecoderSpec, asked: QuantizationOpti
         for name, entry in file.tensors.items()
         if name.endswith(".weight")
     }
-    table = file.tensors[f"{names.embedding}.weight"].type
     return GGUFQuantization(
         f"{GGUF} ({kinds})", layers, of_head, modules=modules, activations=asked.activations,
-        table=TableBlocks(table.block_size, table.block_bytes) if table.name in SCHEMES else None,
+        table=_table_blocks(file, names.embedding), layer_table=_table_blocks(file, names.layer_table),
     )  # fmt: skip
+
+
+def _table_blocks(file: GGUFFile, module: str | None) -> TableBlocks | None:
+    """Return the blocks of a table; None: it is of floats, or there is none."""
+    entry = file.tensors.get(f"{module}.weight")
+    if entry is None or entry.type.name not in SCHEMES:
+        return None
+    return TableBlocks(entry.type.block_size, entry.type.block_bytes)
 
 
 def block_scheme(kind: str, activations: Activations | None) -> WeightScheme:

@@ -127,16 +127,19 @@ _KERNELS = pair("kv_write")
 
 
 def write_kv(
-    spec: RotarySpec, query: Array, key: Array, value: Array | None, positions: NDArray[np.int64], key_cache: Array,
-    value_cache: Array, slot_mapping: NDArray[np.int64],
+    spec: RotarySpec, query: Array, key: Array | None, value: Array | None, positions: NDArray[np.int64],
+    key_cache: Array, value_cache: Array, slot_mapping: NDArray[np.int64],
 ) -> Array:  # fmt: skip
     """Do what `reference.kv_cache_write.write_kv` does; query, key and value may be slices of a wider projection.
 
     The query is rotated in place if a token's heads are contiguous; do not use the argument afterwards.
     """
-    dtype, (_, num_kv_heads, head_dim) = kernel_dtype(key.dtype), spec.heads
+    dtype, (_, num_kv_heads, head_dim) = kernel_dtype(query.dtype), spec.heads
     turned = query if spec.cos_sin is None else _in_rows(query, dtype)
-    key = _in_rows(key, dtype)
+    if key is None and spec.cos_sin is None:
+        return query
+    is_written = key is not None
+    key = _in_rows(turned[:, :num_kv_heads] if key is None else key, dtype)  # not read where nothing is written
     value = key if value is None else _in_rows(value, dtype)  # not read where the cache has none
     num_tokens, block_size = len(key), block_size_of(key_cache)
     sizes = CacheSizes(num_kv_heads, block_size, head_dim)
@@ -149,7 +152,8 @@ def write_kv(
     assert slot_mapping.flags.c_contiguous
     _KERNELS[dtype](
         rotary_parameters(spec), address(turned), row_stride(turned), address(key), address(value), row_stride(key),
-        row_stride(value), address(positions), address(slot_mapping), cache, num_tokens, block_size,
+        row_stride(value), address(positions), address(slot_mapping) if is_written else 0, cache, num_tokens,
+        block_size,
     )  # fmt: skip
     return converted(turned, query.dtype)
 

@@ -306,12 +306,10 @@ def _experts(op: special_ops.ExpertsOp, buffers: Buffers) -> list[object]:
 
 
 def _split_heads(op: ops.SplitHeadsOp, buffers: Buffers) -> list[object]:
-    num_heads, num_kv_heads, head_dim = op.heads
-    gates = [] if op.gate is None else [(op.gate, num_heads, None)]
-    views = [(op.query, num_heads, head_dim), *gates, *((x, num_kv_heads, head_dim) for x in (op.key, op.value))]
-    qkv, offset = buffers.read(op.qkv, sum(count * head_dim for _, count, _ in views)), 0
+    head_dim = op.heads.head_dim
+    qkv, offset = buffers.read(op.qkv, sum(count * head_dim for _, count, _ in op.views)), 0
     buffers.consume(op.qkv)
-    for name, count, dim in views:
+    for name, count, dim in op.views:
         buffers.view(name, qkv, offset, count * head_dim, dim)
         offset += count * head_dim
     return []
@@ -347,11 +345,21 @@ def _qk_norm(op: special_ops.QKNormOp, buffers: Buffers) -> list[object]:
     return [_kernels.QKNormOp(query, key, *norms, *sizes)]
 
 
+def _head_norm(op: special_ops.HeadNormOp, buffers: Buffers) -> list[object]:
+    assert isinstance(op.norm, CppNorm)
+    assert op.norm.width == op.width
+    columns, head_dim = op.num_rows * op.width, op.width if op.is_of_heads else None
+    x = buffers.read(op.x, columns, head_dim)
+    out = x if op.out == op.x else buffers.write(op.out, columns, head_dim)
+    return [_kernels.HeadNormOp(x, out, op.norm.weights, op.num_rows, op.width)]
+
+
 def _rotary_write(op: ops.RotaryWriteOp, buffers: Buffers) -> list[object]:
     num_heads, num_kv_heads, head_dim = op.spec.heads
     query = _read_heads(op.query, num_heads, head_dim, buffers)
-    key = _read_heads(op.key, num_kv_heads, head_dim, buffers)
-    value = -1 if op.value is None else _read_heads(op.value, num_kv_heads, head_dim, buffers)
+    key, value = (
+        -1 if name is None else _read_heads(name, num_kv_heads, head_dim, buffers) for name in (op.key, op.value)
+    )
     buffers.consume(*op.reads[1:])
     return [_kernels.RotaryWriteOp(query, key, value, op.layer, rotary_parameters(op.spec))]
 
@@ -469,6 +477,7 @@ TRANSLATIONS: dict[type, Translation] = {
     special_ops.DeltaNetOp: Translation(lambda op: op.compute is delta_net, _delta_net),
     special_ops.MambaOp: Translation(lambda op: op.compute is mamba, _mamba),
     special_ops.GateOp: Translation(lambda op: op.compute is gate, _gate),
+    special_ops.HeadNormOp: Translation(lambda op: isinstance(op.norm, CppNorm), _head_norm),
     special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
     special_ops.SplitLatentOp: Translation(lambda op: isinstance(op.key_norm, CppNorm), _split_latent),
     special_ops.HeadLinearOp: Translation(

@@ -99,7 +99,7 @@ def integer_weights(weights: Tensor) -> Tensor:
 
 
 def write_kv(
-    spec: RotarySpec, query: Tensor, key: Tensor, value: Tensor | None, positions: Tensor, key_cache: Tensor,
+    spec: RotarySpec, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor, key_cache: Tensor,
     value_cache: Tensor, slot_mapping: Tensor,
 ) -> Tensor:  # fmt: skip
     """Turn query and key as `apply_rotary` does, if there is a table; store key and value; return the query.
@@ -107,15 +107,19 @@ def write_kv(
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
     slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `kv_quantization.encode`
-    fills it, with the spec's scales unless it stores them. A value of None is not stored: it is a part of the key. One
-    op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et al. 2023, section 5.1.
+    fills it, with the spec's scales unless it stores them. A value of None is not stored: it is a part of the key, or
+    there is no key, either. One op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et
+    al. 2023, section 5.1.
     """
+    assert (key is not None) == spec.has_keys
     if spec.cos_sin is not None:
         start, is_interleaved = spec.rotary_start, spec.is_interleaved
+        keys = query[:, :0] if key is None else key
         turned = apply_rotary(
-            query[..., start:], key[..., start:], positions, spec.cos_sin, is_interleaved=is_interleaved
+            query[..., start:], keys[..., start:], positions, spec.cos_sin, is_interleaved=is_interleaved
         )
-        query, key = (torch.cat([x[..., :start], new], dim=-1) for x, new in zip((query, key), turned, strict=True))
+        query, keys = (torch.cat([x[..., :start], new], dim=-1) for x, new in zip((query, keys), turned, strict=True))
+        key = None if key is None else keys
     written = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping.index_select(0, written)
     for new, cache, scale in zip((key, value), (key_cache, value_cache), spec.kv_scales, strict=True):

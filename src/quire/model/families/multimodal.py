@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
 from quire.model.families.deepseek import mistral4
-from quire.model.families.gemma import gemma3_text
+from quire.model.families.gemma import gemma3_text, gemma4_text
 from quire.model.llama import llama, ministral3, mistral, qwen2, qwen3
 from quire.model.spec import (
     ACTIVATIONS,
@@ -87,12 +87,20 @@ MAX_PATCHES = 2**16
 MAX_MERGE = 8
 PREFIXES = ("language_model.model.", "model.language_model.")  # as published; as transformers 5 writes them
 SKIPPED = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "patch_merger.", "visual.")
+GEMMA4_SKIPPED = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 
 
 def gemma3(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Gemma 3 of 4B and more: SigLIP, and tokens of one image that see each other."""
     spec = within(gemma3_text(text_config(config, GEMMA3_SIZES)))
     return replace(spec, vision=vision_of("gemma3", config, spec)) if config.has("vision_config") else spec
+
+
+def gemma4(config: ConfigReader) -> DecoderSpec:
+    """Return the spec of the text model in a Gemma 4."""
+    own = gemma4_text(text_config(config, {}))
+    spec, names = within(own), own.weights
+    return replace(spec, weights=replace(spec.weights, skipped=(*names.skipped, *GEMMA4_SKIPPED)))
 
 
 def mistral3(config: ConfigReader) -> DecoderSpec:
