@@ -35,6 +35,7 @@ from support.image_prompts import (
     GREEDY,
     RANDOM,
     answers,
+    check_memory_of_encoding,
     check_ranks,
     check_rounded_encoder,
     generate,
@@ -175,6 +176,10 @@ def test_a_tower_equals_transformers(
 def test_an_encoder_beside_a_rounded_model_is_of_int8(folder: Path) -> None:
     most = 0.06 if "mistral3" in folder.name else 0.03      # one more layer behind the encoder
     check_rounded_encoder(folder, list(map(picture, range(len(SIZES)))), most)
+
+
+def test_encoding_takes_no_more_memory_than_is_planned_for(folder: Path) -> None:
+    check_memory_of_encoding(folder, random_image(1, 28 * UNIT, 28 * UNIT, (28, 28)))
 
 
 def test_answers_equal_transformers(folder: Path) -> None:

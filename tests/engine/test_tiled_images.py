@@ -40,7 +40,18 @@ from quire_lab.sim.hardware import HARDWARE
 from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
-from support.image_prompts import GREEDY, NORMALIZED, RANDOM, answers, check_ranks, generate, open_llm, save, text
+from support.image_prompts import (
+    GREEDY,
+    NORMALIZED,
+    RANDOM,
+    answers,
+    check_memory_of_encoding,
+    check_ranks,
+    generate,
+    open_llm,
+    save,
+    text,
+)
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -207,6 +218,12 @@ def test_a_tower_equals_transformers(changes: dict[str, object], back_end: str, 
     assert decoder.num_parameters == num_parameters(decoder.spec)
     if back_end == "cpp":
         assert decoder.weight_bytes == weight_bytes(decoder.spec, "float32")
+
+
+@pytest.mark.parametrize("ratio", ["anyres_max_9", "anyres_max_1"])
+def test_encoding_takes_no_more_memory_than_is_planned_for(ratio: str, tmp_path: Path) -> None:
+    save(make_reference(vision_aspect_ratio=ratio), tmp_path, PROCESSOR)
+    check_memory_of_encoding(tmp_path, picture(2))
 
 
 def test_answers_equal_transformers(folder: Path) -> None:
