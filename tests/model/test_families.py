@@ -566,9 +566,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"tie_word_embeddings": True}
         | rope("default"),
     ),
-    "gemma": ("Gemma", GEMMA),
+    "gemma": ("Gemma", GEMMA | {"num_hidden_layers": 2}),
     "gemma, biases, untied": ("Gemma", GEMMA | {"attention_bias": True, "tie_word_embeddings": False}),
-    "gemma2": ("Gemma2", GEMMA | {"sliding_window": 11, "query_pre_attn_scalar": 20}),
+    "gemma2": ("Gemma2", GEMMA | {"sliding_window": 11, "query_pre_attn_scalar": 20, "rms_norm_eps": 0.1}),
     "gemma2, low softcaps": (
         "Gemma2",
         GEMMA
