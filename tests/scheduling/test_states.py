@@ -3,6 +3,7 @@
 The fake executor keeps, for each slot, a digest of the tokens that its state has seen, and the tokens of its ring.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +22,7 @@ from quire.core.sampling_params import BeamSearchParams
 from quire.scheduling import admission
 from quire.scheduling.plan_builder import PlanBuilder
 from support.fake_executor import VOCAB_SIZE, FakeExecutor, next_token
+from support.fuzz_seeds import STEPS_PER_RUN, fuzz
 from support.scheduling import Harness, random_run
 
 PROMPT = list(range(30))
@@ -100,6 +102,22 @@ def test_random_runs_with_drafts_and_late_rows_are_safe_live_and_right(crowded: 
     executors = [run.executor for run in runs if isinstance(run.executor, DraftingExecutor)]
     assert min(sum(each.num_rejected for each in executors), sum(each.num_late for each in executors)) > 10
     assert_tried(runs, swaps=crowded)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(3600)
+def test_ten_thousand_random_requests_find_the_states_that_they_need() -> None:
+    """Slots in use are those of holders after each step, and none at the end of a run."""
+    num_requests = 0
+
+    def run(seed: int) -> None:
+        nonlocal num_requests
+        executor_class = DraftingExecutor if seed % 4 < 2 else FakeExecutor
+        done = random_run(seed, crowded=seed % 2 > 0, stateful=True, executor_class=executor_class)
+        num_requests += len(done.requests)
+
+    fuzz(run, 2500 * STEPS_PER_RUN)
+    assert num_requests > 10_000 or "QUIRE_FUZZ_STEPS" in os.environ
 
 
 def harness(**settings: Any) -> Harness:  # noqa: ANN401
