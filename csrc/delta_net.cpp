@@ -90,7 +90,7 @@ private:
             }
         }
         for (long i = 0; i < size; i += LANES) {
-            store(share_ + i, sigmoid(load(share_ + i)));
+            store(share_ + i, splat(op_.max_share) * sigmoid(load(share_ + i)));
             store(decay_ + i, softplus(load(decay_ + i)));
         }
         for (long token = 0; token < count; token++)

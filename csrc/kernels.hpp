@@ -336,11 +336,11 @@ struct ShortConv {
 };
 
 // A gated delta net's sizes and weights: DeltaNetSpec (quire/kernels/delta_net.py). conv_weight [taps, channels], rate and
-// rate_bias [num_value_heads], norm_weight [value_dim]; length: tokens in a slot's ring.
+// rate_bias [num_value_heads], norm_weight [value_dim]; length: tokens in a slot's ring. max_share: of a token's value in S.
 struct DeltaNetWeights {
     long num_key_heads, num_value_heads, key_dim, value_dim, taps, length;
     const float *conv_weight, *rate, *rate_bias, *norm_weight;
-    float norm_eps;
+    float norm_eps, max_share;
     bool is_tiled;  // value head i reads key head i % num_key_heads, else i / (num_value_heads / num_key_heads)
 };
 

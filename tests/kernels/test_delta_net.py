@@ -139,7 +139,7 @@ def in_float64(spec: DeltaNetSpec, inputs: Inputs) -> NDArray[np.float64]:
             query, key = (each / np.sqrt(each @ each + 1e-6) for each in (query, key))
             b, a = rates[t, h], rates[t, heads.num_value_heads + h]
             state[h] *= np.exp(-rate[h] * np.log1p(np.exp(a + bias[h])))
-            state[h] += np.outer(key, (value - key @ state[h]) / (1 + np.exp(-b)))
+            state[h] += np.outer(key, (value - key @ state[h]) * spec.max_share / (1 + np.exp(-b)))
             out = query @ state[h] / np.sqrt(heads.key_dim)
             normed = out / np.sqrt((out**2).mean() + spec.norm_eps)
             found[t, h] = norm * normed * z[t, h] / (1 + np.exp(-z[t, h]))
@@ -192,7 +192,7 @@ def computed_by(isa: str, spec: Spec) -> Callable[..., Tensor]:
 def test_results_are_those_of_the_formulas_in_float64(
     heads: DeltaHeads, taps: int, isa: str, is_tiled: bool
 ) -> None:
-    spec, inputs = replace(make_spec(heads, taps), is_tiled=is_tiled), make_inputs(70, heads)
+    spec, inputs = replace(make_spec(heads, taps), is_tiled=is_tiled, max_share=1.0 + is_tiled), make_inputs(70, heads)
     expected = torch.from_numpy(in_float64(spec, inputs))
     (found,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(70)))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)

@@ -179,6 +179,41 @@ def test_published_models_with_delta_nets_have_the_sizes_of_their_configs(
     assert geometry.slot_bytes == num_states * (32 * 128 * 128 * 4 + -(-inputs // 64) * 64)
 
 
+OLMO_HYBRID = {"architectures": ["OlmoHybridForCausalLM"]}
+
+
+def test_olmo_hybrid_as_published_has_the_sizes_of_its_config() -> None:
+    """Heads of 96 and 192 dimensions, and no rotary positions unless the config names their base."""
+    published = spec_from_config(OLMO_HYBRID)
+    assert num_parameters(published) / 1e9 == pytest.approx(7.43, rel=0.002)
+    geometry = KVGeometry.of(published, "bfloat16")
+    assert geometry.bytes_per_token(16) == 8 * 30 * 128 * 2 * 2
+    inputs = 5 * (2 * 30 * 96 + 30 * 192 + 2 * 30) * 2
+    assert geometry.slot_bytes == 24 * (30 * 96 * 192 * 4 + -(-inputs // 64) * 64)
+    assert not published.rotaries
+    for rope in ({"rope_type": "default", "rope_theta": None}, None):
+        assert not spec_from_config(OLMO_HYBRID | {"rope_parameters": rope}).rotaries
+    assert spec_from_config(OLMO_HYBRID | {"rope_parameters": {"rope_theta": 5e5}}).rotaries[0].theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("layer_types", ["mamba"], "layer_types must be a list of linear_attention or full_attention"),
+        ("layer_types", ["full_attention"], "layer_types has 1 entries for 32 layers"),
+        ("layer_types", ["linear_attention"] * 32, "models without a layer of attention are not supported"),
+        ("linear_num_value_heads", 45, "45 value heads do not divide among 30 key heads"),
+        ("linear_num_key_heads", 20, "30 value heads do not divide among 20 key heads"),
+        ("linear_key_head_dim", 24, "keys of 24 dimensions are not supported: multiples of 16 are"),
+        ("clip_qkv", 8.0, "clip_qkv = 8.0 is not supported yet"),
+        ("hidden_act", "gelu", "hidden_act"),
+    ],
+)
+def test_olmo_hybrids_that_are_not_computed_are_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        spec_from_config(OLMO_HYBRID | {key: value})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -187,6 +222,7 @@ def test_published_models_with_delta_nets_have_the_sizes_of_their_configs(
         ("use_sliding_window", True, "use_sliding_window = True is not supported yet"),
         ("layer_types", ["mamba"], "layer_types must be a list of linear_attention or full_attention"),
         ("layer_types", ["full_attention"], "layer_types has 1 entries for 32 layers"),
+        ("layer_types", ["linear_attention"] * 32, "models without a layer of attention are not supported"),
         ("linear_num_value_heads", 24, "24 value heads do not divide among 16 key heads"),
         ("linear_key_head_dim", 24, "keys of 24 dimensions are not supported: multiples of 16 are"),
         ("linear_conv_kernel_dim", 17, "linear_conv_kernel_dim must be an integer from 1 to 16, got 17"),

@@ -1,6 +1,7 @@
 """Every family against transformers, on small random checkpoints that leave no parameter at its initial value."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.core.arrays import dtype_name
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ModelError
 from quire.extension.isas import usable_isas
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
@@ -90,6 +92,7 @@ DELTA = LLAMA | SPECIAL | {
 QWEN3_5 = DELTA | rope(
     "default", rope_theta=500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
 )
+OLMO_HYBRID = {key: value for key, value in DELTA.items() if key not in ("head_dim", "rope_parameters")}
 LFM2 = LLAMA | SPECIAL | rope("default")
 MAMBA = LLAMA | SPECIAL | {
     "num_hidden_layers": 4, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_chunk_size": 16,
@@ -551,6 +554,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "GraniteMoeHybrid",
         GRANITE_H | {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"} | GRANITE_FACTORS,
     ),
+    "olmo hybrid": ("OlmoHybrid", OLMO_HYBRID | {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "olmo hybrid, turned, shares up to 1, an interval of two": (
+        "OlmoHybrid",
+        OLMO_HYBRID | {"layer_types": ["linear_attention", "full_attention"] * 2, "attention_bias": True}
+        | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "linear_num_value_heads": 2},
+    ),
     "gpt-oss": (
         "GptOss",
         LLAMA
@@ -849,6 +859,29 @@ def test_logprobs_and_greedy_tokens_equal_transformers(
         logits = runner.step({"greedy": greedy[-1:]})["greedy"]
     chosen = logprobs_of(reference, greedy)[PROMPT_LEN - 1 : -1].argmax(dim=-1)
     assert greedy[PROMPT_LEN:] == chosen.tolist()
+
+
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+def test_convolutions_in_three_tensors_may_be_cut_anywhere(
+    checkpoint: Checkpoint, tmp_path: Path, paged_runner: Callable
+) -> None:
+    """OLMo Hybrid's as published: between queries, keys and values. transformers writes three parts of equal size."""
+    folder, tokens = checkpoint("olmo hybrid"), random_tokens(20)
+    tensors, stem = load_file(folder / "model.safetensors"), "model.layers.0.linear_attn"
+    names = [f"{stem}.{name}_conv1d.weight" for name in "qkv"]
+    assert [len(tensors[name]) for name in names] == [64, 64, 64]
+    parts = torch.cat([tensors[name] for name in names]).split([32, 32, 128])
+    tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    shutil.copytree(folder, tmp_path / "published")
+    save_file(tensors, tmp_path / "published/model.safetensors")
+    saved, published = (
+        paged_runner(load_model(each, back_end=choose_back_end("cpu"))).run("a", tokens, [20])
+        for each in (folder, tmp_path / "published")
+    )
+    assert torch.equal(saved, published)
+    save_file(tensors | {names[2]: tensors[names[2]][1:].clone()}, tmp_path / "published/model.safetensors")
+    with pytest.raises(ModelError, match=r"v_conv1d.weight has shape \[127, 1, 4\], expected \[128, 1, 4\]"):
+        load_model(tmp_path / "published", back_end=choose_back_end("cpu"))
 
 
 NEWER = [

@@ -305,6 +305,7 @@ class DeltaNetWeights:
         rate_bias: int,
         norm_weight: int,
         norm_eps: float,
+        max_share: float,
         is_tiled: bool,
     ) -> None: ...
 

@@ -84,6 +84,7 @@ class DeltaNetSpec:
     norm_eps: float
     length: int           # entries of the ring
     is_tiled: bool = False  # value head i reads key head i % num_key_heads, else heads that share one are neighbours
+    max_share: float = 1.0  # a token's value replaces sigmoid(b) * max_share of what S holds for its key
 
     def __post_init__(self) -> None:
         heads = self.heads

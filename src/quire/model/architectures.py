@@ -72,6 +72,7 @@ FAMILIES: dict[str, Family] = dict(sorted((llama.FAMILIES | {
     "MixtralForCausalLM": mixture.mixtral,
     "Olmo2ForCausalLM": olmo.olmo2,
     "Olmo3ForCausalLM": olmo.olmo3,
+    "OlmoHybridForCausalLM": olmo.olmo_hybrid,
     "OlmoeForCausalLM": mixture.olmoe,
     "OPTForCausalLM": opt.opt,
     "Phi3ForCausalLM": llama_variants.phi3,

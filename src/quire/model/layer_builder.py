@@ -324,8 +324,8 @@ class LayerBuilder:
             cut = ranks.shard.mixed_cut(conv)
             channels = cut.of(ranks.shard.rank)
         self.linear("conv_in", shapes.conv_in, source, "conv_inputs", self._ranges(shapes.conv_in))
-        taps = weights.vector(shapes.weight, [(channels[0] * conv.taps, channels[1] * conv.taps)])
-        bias = None if shapes.bias is None else weights.vector(shapes.bias, [channels])
+        taps = weights.vector(shapes.weight, ranges=[(channels[0] * conv.taps, channels[1] * conv.taps)])
+        bias = None if shapes.bias is None else weights.vector(shapes.bias, ranges=[channels])
         length = conv.taps - 1 + self._shared.max_truncated
         spec = ShortConvSpec(contiguous(taps.reshape(-1, conv.taps).T), bias, length)
         convolve = weights.back_end.short_conv
@@ -351,16 +351,18 @@ class LayerBuilder:
         self.linear("delta_in", shapes.delta_in, source, "delta_inputs", rows)
         rates = weights.dense_linear(shapes.delta_rates, outputs)
         self._append("delta_rates", ops.LinearOp(f"{self._stem}delta_rates", rates, source, "delta_rates"))
-        rate = vector(shapes.rate, numbers)
+        rate = vector(shapes.rate, ranges=numbers)
+        convs = (each for each in (shapes.conv_weight, shapes.key_conv, shapes.value_conv) if each is not None)
         spec = DeltaNetSpec(
             DeltaHeads(own.num_key_heads, own.num_value_heads, own.key_dim, own.value_dim),
-            contiguous(vector(shapes.conv_weight, taps).reshape(-1, net.taps).T),
+            contiguous(vector(*convs, ranges=taps).reshape(-1, net.taps).T),
             -rate if net.has_plain_rate else exp(rate),
-            vector(shapes.rate_bias, numbers),
+            vector(shapes.rate_bias, ranges=numbers),
             vector(shapes.norm_weight),
-            self._spec.norm_eps,
+            self._spec.norm_eps if net.norm_eps is None else net.norm_eps,
             ring_length(net.taps, self._shared.max_truncated),
             net.is_tiled,
+            net.max_share,
         )
         compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed")
         self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._state_index, spec, compute, *names))
@@ -436,7 +438,8 @@ class LayerBuilder:
         if taken is not None and heads != own:
             first = taken.query[0], taken.kv[0]
             self.ops.append(special_ops.TakeHeadsOp(f"{self._stem}take_heads", heads, first, own))
-        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, None if taken is None else [taken.query])
+        own_sinks = None if taken is None else [taken.query]
+        sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, ranges=own_sinks)
         scales = ONES
         if self._shared.reads_kv_scales:  # those of the layer that has written the cache
             writer = self._index if attention.cache_layer is None else attention.cache_layer

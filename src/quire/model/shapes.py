@@ -249,7 +249,9 @@ class DeltaNetShapes(NamedTuple):
 
     delta_in: LinearShape
     delta_rates: LinearShape
-    conv_weight: VectorShape
+    conv_weight: VectorShape        # of queries alone, where keys and values have tensors of their own
+    key_conv: VectorShape | None
+    value_conv: VectorShape | None
     rate: VectorShape
     rate_bias: VectorShape
     norm_weight: VectorShape
@@ -259,21 +261,26 @@ class DeltaNetShapes(NamedTuple):
     def of(cls, spec: DecoderSpec, net: DeltaNet) -> "DeltaNetShapes":
         """Return the shapes of the gated delta net of a layer."""
         names, hidden, key_rows = spec.weights, spec.hidden_size, net.num_key_heads * net.key_dim
-        channels = 2 * key_rows + net.width
         assert names.delta_rate is not None, "a gated delta net in a map of names without it"
         assert names.delta_rate_bias is not None
         assert names.delta_out is not None
         rows = (key_rows, key_rows, net.width, net.width)
-        is_whole = len(names.delta_in) > 1
-        groups, parts = (1, (3, 1)) if is_whole else (net.num_key_heads, ())
+        groups, parts = net.num_key_heads if len(names.delta_in) == 1 else 1, (3, 1) if len(names.delta_in) == 2 else ()
         counts, groups_of_rates = (net.num_value_heads,) * 2, 1 if len(names.delta_rates) > 1 else net.num_key_heads
-        stored = (channels, net.taps) if names.is_conv_plain else (channels, 1, net.taps)
+        taps = (net.taps,) if names.is_conv_plain else (1, net.taps)
+        channels = (sum(rows[:3]),) if len(names.delta_conv) == 1 else rows[:3]
+        conv, *others = (
+            VectorShape(f"{name}.weight", (count, *taps))
+            for name, count in zip(names.delta_conv, channels, strict=True)
+        )
         return cls(
             delta_in=LinearShape(names.delta_in, rows, hidden, num_groups=groups, counts=parts),
             delta_rates=LinearShape(
                 names.delta_rates, counts, hidden, num_groups=groups_of_rates, is_always_dense=True
             ),
-            conv_weight=VectorShape(f"{names.delta_conv}.weight", stored),
+            conv_weight=conv,
+            key_conv=others[0] if others else None,
+            value_conv=others[1] if others else None,
             rate=VectorShape(names.delta_rate, (net.num_value_heads,)),
             rate_bias=VectorShape(names.delta_rate_bias, (net.num_value_heads,)),
             norm_weight=VectorShape(f"{names.delta_norm}.weight", (net.value_dim,)),
@@ -356,11 +363,14 @@ class LayerShapes(NamedTuple):
         def norm(module: str | None, sublayer: object) -> NormShape | None:
             return _norm_or_none(spec, None if sublayer is None else module, width)
 
+        attention_norm, feed_forward_norm = names.attention_norm, names.feed_forward_norm
+        if isinstance(mixer, DeltaNet) and names.delta_layer_norms is not None:
+            attention_norm, feed_forward_norm = names.delta_layer_norms
         return cls(
-            attention_norm=norm(names.attention_norm if layer.has_attention_norm else None, mixer),
+            attention_norm=norm(attention_norm if layer.has_attention_norm else None, mixer),
             mixer=None if mixer is None else _mixer(spec, mixer),
             beside=None if layer.beside is None else MambaShapes.of(spec, layer.beside),
-            feed_forward_norm=norm(names.feed_forward_norm, feed_forward),
+            feed_forward_norm=norm(feed_forward_norm, feed_forward),
             up=up,
             down=down,
             experts=experts,

@@ -122,11 +122,12 @@ class WeightMap:
     is_conv_plain: bool = False             # as in GGUF: convolutions are [channels, taps], else [channels, 1, taps]
     delta_in: tuple[str, ...] = ()          # to queries, keys and values of delta nets, and to gates; one: by key heads
     delta_rates: tuple[str, ...] = ()       # to each value head's share of a token and decay; one: by key heads
-    delta_conv: str | None = None           # the convolution, [channels, 1, taps] as is_conv_plain says
+    delta_conv: tuple[str, ...] = ()        # the convolution, [channels, 1, taps] as is_conv_plain says; or three parts
     delta_rate: str | None = None           # tensors, their whole names
     delta_rate_bias: str | None = None
     delta_norm: str | None = None
     delta_out: str | None = None
+    delta_layer_norms: tuple[str, str] | None = None  # norms in front, of layers with a delta net; None: as of others
     mamba_in: str | None = None             # to gates, values, keys, queries and time steps of a Mamba-2
     mamba_conv: str | None = None           # the convolution, with its bias
     mamba_rate: str | None = None           # tensors, their whole names
@@ -371,6 +372,8 @@ class DeltaNet:
     taps: int                   # tokens that a token's convolution sees, itself included
     is_tiled: bool = False      # value head i reads key head i % num_key_heads; else those of one are neighbours
     has_plain_rate: bool = False  # the tensor of decays is their rate times -1, else its logarithm
+    max_share: float = 1.0        # 2: a token may turn around what the state holds for its key (Grazzi et al. 2025)
+    norm_eps: float | None = None  # of the results' norm; None: the model's
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:

@@ -170,9 +170,18 @@ class WeightReader:
             weight = weight[slice(*heads)].copy()
         return self.taken(weight), self.taken(read(".bias")) if shape.has_bias else None
 
-    def vector(self, shape: VectorShape, ranges: Sequence[Range] | None = None) -> Tensor:
-        """Return a vector of a layer, [length] float32; or some of its elements, one range after the other."""
-        whole = self._read_kept([self._prefix + shape.name], [shape.stored], FLOAT32).reshape(shape.length)
+    def vector(self, shape: VectorShape, *others: VectorShape, ranges: Sequence[Range] | None = None) -> Tensor:
+        """Return a vector of a layer, [length] float32; or some of its elements, one range after the other.
+
+        `others`: tensors with the rest of it. They may be cut elsewhere: transformers 5 writes parts of equal size.
+        """
+        names, sizes = zip(*((self._prefix + each.name, each.stored) for each in (shape, *others)), strict=True)
+        if others:
+            found = [self._tensors.shape(name) for name in names]
+            is_whole = sum(each[0] for each in found if each) == sum(size[0] for size in sizes)
+            if is_whole and {each[1:] for each in found} == {shape.stored[1:]}:
+                sizes = tuple(found)
+        whole = self._read_kept(list(names), list(sizes), FLOAT32).ravel()
         return self.taken(whole if ranges is None else concatenated([whole[slice(*each)] for each in ranges]))
 
     def linear(

@@ -71,8 +71,8 @@ _LFM2_WEIGHTS = replace(
 )  # fmt: skip
 _QWEN3_5_WEIGHTS = replace(
     _EXPERT_WEIGHTS, feed_forward_norm="post_attention_norm", delta_in=("attn_qkv", "attn_gate"),
-    delta_rates=("ssm_beta", "ssm_alpha"), delta_conv="ssm_conv1d", delta_rate="ssm_a", delta_rate_bias="ssm_dt.bias",
-    delta_norm="ssm_norm", delta_out="ssm_out", is_conv_plain=True,
+    delta_rates=("ssm_beta", "ssm_alpha"), delta_conv=("ssm_conv1d",), delta_rate="ssm_a",
+    delta_rate_bias="ssm_dt.bias", delta_norm="ssm_norm", delta_out="ssm_out", is_conv_plain=True,
 )  # fmt: skip
 _QWEN3_NEXT_WEIGHTS = replace(_QWEN3_5_WEIGHTS, delta_rates=("ssm_ba",))
 _MAMBA_WEIGHTS = replace(

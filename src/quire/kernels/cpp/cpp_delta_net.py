@@ -71,7 +71,8 @@ def delta_net_weights(spec: DeltaNetSpec) -> _kernels.DeltaNetWeights:
     assert all(each.flags.c_contiguous for each in weights), "weights with gaps"
     conv_weight, rate, rate_bias, norm_weight = map(address, weights)
     sizes = *spec.heads, spec.taps, spec.length
-    return _kernels.DeltaNetWeights(*sizes, conv_weight, rate, rate_bias, norm_weight, spec.norm_eps, spec.is_tiled)
+    numbers = spec.norm_eps, spec.max_share, spec.is_tiled
+    return _kernels.DeltaNetWeights(*sizes, conv_weight, rate, rate_bias, norm_weight, *numbers)
 
 
 def mamba_weights(spec: MambaSpec) -> _kernels.MambaWeights:

@@ -120,7 +120,7 @@ def _token(spec: DeltaNetSpec, state: Tensor, window: list[Tensor]) -> tuple[Ten
     of_heads = of_heads % heads.num_key_heads if spec.is_tiled else of_heads // repeats
     query, key = query[of_heads], key[of_heads]
     b, a = window[-1][heads.channels :].float().chunk(2)
-    decay, beta = torch.exp(-spec.rate * softplus(a + spec.rate_bias)), b.sigmoid()
+    decay, beta = torch.exp(-spec.rate * softplus(a + spec.rate_bias)), spec.max_share * b.sigmoid()
     state = decay[:, None, None] * state
     change = (value.view(-1, heads.value_dim) - (key[:, :, None] * state).sum(1)) * beta[:, None]
     state = state + key[:, :, None] * change[:, None, :]

@@ -4,9 +4,10 @@ Norms are with 1 + weight, but for that of a delta net. A quarter of a head's di
 checkpoint (`mtp.`) is read for drafts alone. Encoders of images are those of `qwen_vl`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from quire.kernels.delta_net import MAX_TAPS
 from quire.model.config_reader import MAX_HEAD_DIM, MAX_LAYERS, ConfigReader
@@ -28,7 +29,7 @@ WEIGHTS = replace(
     prefixes=("model.", "model.language_model.", ""),
     delta_in=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     delta_rates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-    delta_conv="linear_attn.conv1d",
+    delta_conv=("linear_attn.conv1d",),
     delta_rate="linear_attn.A_log",
     delta_rate_bias="linear_attn.dt_bias",
     delta_norm="linear_attn.norm",
@@ -113,15 +114,22 @@ def _hybrid(config: ConfigReader) -> DecoderSpec:
         value_dim=config.size("linear_value_head_dim", 128, limit=MAX_HEAD_DIM),
         taps=config.size("linear_conv_kernel_dim", 4, limit=MAX_TAPS),
     )
-    pairs = zip(spec.layers, _layer_types(config, spec.num_layers), strict=True)
-    layers = (replace(layer, mixer=net) if kind == LAYER_TYPES[0] else layer for layer, kind in pairs)
-    return replace(spec, layers=tuple(layers), norm="rms_offset", weights=WEIGHTS)
-
-
-def _layer_types(config: ConfigReader, num_layers: int) -> list[str]:
-    """Return `layer_types`; if missing, attention in every layer of a number that `full_attention_interval` divides."""
-    found = config.strings("layer_types", LAYER_TYPES)
-    if found and len(found) != num_layers:
-        raise config.error(f"layer_types has {len(found)} entries for {num_layers} layers")
     interval = config.size("full_attention_interval", FULL_INTERVAL, limit=MAX_LAYERS)
-    return found or [LAYER_TYPES[(index + 1) % interval == 0] for index in range(num_layers)]
+    spec = with_delta_nets(config, spec, net, range(interval - 1, spec.num_layers, interval))
+    return replace(spec, norm="rms_offset", weights=WEIGHTS)
+
+
+def with_delta_nets(
+    config: ConfigReader, spec: DecoderSpec, net: DeltaNet, attending: Container[int], **changes: Any  # noqa: ANN401 (any field)
+) -> DecoderSpec:
+    """Return a spec with delta nets where `layer_types` says so, and with changed fields of their layers.
+
+    `attending`: the layers that have attention if `layer_types` is missing.
+    """
+    types = config.strings("layer_types", LAYER_TYPES)
+    types = types or [LAYER_TYPES[index in attending] for index in range(spec.num_layers)]
+    if len(types) != spec.num_layers:
+        raise config.error(f"layer_types has {len(types)} entries for {spec.num_layers} layers")
+    pairs = zip(spec.layers, types, strict=True)
+    layers = (replace(layer, mixer=net, **changes) if kind == LAYER_TYPES[0] else layer for layer, kind in pairs)
+    return replace(spec, layers=tuple(layers))
