@@ -8,13 +8,15 @@ The model has the shapes of Qwen2.5-0.5B and random weights (`bench/random_model
 `restart`: turn 1 is computed and kept, the engine is closed and another one opened, turn 2 is turn 1, its answer and 64
 tokens more; its time to first token with the folder and without it, and the bytes written over those of the blocks of
 finished requests. `unused`: output tokens per second of requests that find nothing, with the tier and without, in
-alternating rounds. `saving`: the longest time between two steps that the tier takes while turn 1 is saved. `slots`:
+alternating rounds. `saving`: the longest time that the tier takes between two steps, and the longest step, while
+prompts are saved and without, with what of it the thread had no core for or waited for a lock or a file. `slots`:
 turn 2 after a restart, beside llama.cpp, which restores the state that it has saved of turn 1 and computes the rest, on
 the same weights in Q8_0. `soak`: random prompts that have ten times the blocks of the cache on the disk, and saved
-sessions; descriptors, memory and bytes on the disk as time goes by.
+sessions; descriptors, memory and what is in use of it, and bytes on the disk as time goes by.
 """
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -22,8 +24,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -126,29 +129,68 @@ def unused(rounds: int = 5, num_requests: int = 8, max_tokens: int = 48) -> None
 
 
 @app.command()
-def saving(num_tokens: NumTokens = 8192) -> None:
-    """Measure the longest time that saving takes between two steps of another request."""
+def saving(num_tokens: NumTokens = 8192, rounds: int = 4) -> None:
+    """Measure what saving takes between two steps of another request, and how long its steps take beside a save."""
     with tempfile.TemporaryDirectory() as name:
-        folder, taken, own = _model(Path(name)), list[float](), list[float]()
+        folder, gaps = _model(Path(name)), dict[bool, list[_Gap]]({True: [], False: []})
+        steps = dict[bool, list[_Gap]]({True: [], False: []})
         with open_llm(folder, num_tokens, kv_disk_dir=Path(name, "kept"), kv_disk_write_rate="4GiB") as llm:
-            disk = disk_of(llm)
-            generate(llm, tokens(num_tokens, 1), 1)
-            step = disk.step
-
-            def timed() -> None:
-                started_s, began_s = time.perf_counter(), time.thread_time()
-                step()
-                taken.append(time.perf_counter() - started_s)
-                own.append(time.thread_time() - began_s)
-
-            disk.step = timed  # type: ignore[method-assign]
-            generate(llm, tokens(16, 2), 400)
-            disk.drain(60.0)
+            disk, is_saving = disk_of(llm), False
+            engine = llm._open.assembled.engine  # type: ignore[attr-defined]
+            disk.step = _timed(disk.step, lambda: gaps[is_saving])  # type: ignore[method-assign]
+            engine.executor.collect = _timed(engine.executor.collect, lambda: steps[is_saving])
+            for number in range(2 * rounds):
+                is_saving = number % 2 == 0
+                if is_saving:
+                    disk.step, step = lambda: None, disk.step  # type: ignore[method-assign]
+                    generate(llm, tokens(num_tokens, 1 + number), 1)
+                    disk.step = step  # type: ignore[method-assign]
+                generate(llm, tokens(16, 100 + number), 200)
+                disk.drain(60.0)
             written = llm.kv_stats().disk["written_bytes"]
-    busy = sorted(each for each in taken if each > 1e-4)
-    print(f"{written / 1e6:.1f} MB saved beside {len(taken)} steps: of {len(busy)} that saved, median "
-          f"{statistics.median(busy) * 1e3:.2f} ms, p99 {busy[int(len(busy) * 0.99)] * 1e3:.2f} ms, "
-          f"longest {busy[-1] * 1e3:.2f} ms, of CPU time {max(own) * 1e3:.2f} ms")  # fmt: skip
+    print(f"{written / 1e6:.1f} MB saved in {rounds} turns of 200 tokens, and as many turns without")
+    for told, found in (("between two steps", gaps), ("steps", steps)):
+        for is_saving, taken in found.items():
+            worst = max(taken, key=lambda each: each.wall_s)
+            locked = max(taken, key=lambda each: each.locked_s)
+            wall_ms = sorted(each.wall_s * 1e3 for each in taken)
+            print(f"{told}, {'saving' if is_saving else 'without'}: {len(taken)}, median "
+                  f"{statistics.median(wall_ms):.2f} ms, p99 {wall_ms[int(len(wall_ms) * 0.99)]:.2f}, longest {worst}; "
+                  f"most in locks and files {locked}; "
+                  f"most CPU {max(each.cpu_s for each in taken) * 1e3:.2f} ms")  # fmt: skip
+
+
+class _Gap(NamedTuple):
+    """Seconds of a call: all, of the thread's CPU time, and in which it could have run and had no core."""
+
+    wall_s: float
+    cpu_s: float
+    queued_s: float
+
+    @property
+    def locked_s(self) -> float:
+        """Seconds in which it waited for something else: Python's lock, another one, a file."""
+        return max(0.0, self.wall_s - self.cpu_s - self.queued_s)
+
+    def __str__(self) -> str:
+        return (f"{self.wall_s * 1e3:.2f} ms ({self.cpu_s * 1e3:.2f} CPU, {self.queued_s * 1e3:.2f} without a core, "
+                f"{self.locked_s * 1e3:.2f} else)")  # fmt: skip
+
+
+def _timed(function: Callable[[], Any], into: Callable[[], list[_Gap]]) -> Callable[[], Any]:
+    """Return a function that takes the times of its calls down; by Linux' accounting of the scheduler."""
+    def accounted() -> tuple[float, float, float]:
+        cpu_ns, queued_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        return time.perf_counter(), int(cpu_ns) / 1e9, int(queued_ns) / 1e9
+
+    def timed() -> Any:  # noqa: ANN401
+        before = accounted()
+        returned = function()
+        after = accounted()
+        into().append(_Gap(*(stop - start for start, stop in zip(before, after, strict=True))))
+        return returned
+
+    return timed
 
 
 @app.command()
@@ -219,7 +261,7 @@ def _decode(library: Any, theirs: Any, ids: list[int], start: int) -> None:  # n
 
 
 @app.command()
-def soak(minutes: float = 20.0, num_kv_blocks: int = 128, seed: int = 0) -> None:
+def soak(minutes: float = 20.0, num_kv_blocks: int = 128, seed: int = 0, fault_bytes: int = 4 << 20) -> None:
     """Print descriptors, memory and bytes on the disk while ten times the cache is kept there. The demo model."""
     draws, open_files = random.Random(seed), Path("/proc/self/fd")
     with tempfile.TemporaryDirectory() as name:
@@ -229,6 +271,7 @@ def soak(minutes: float = 20.0, num_kv_blocks: int = 128, seed: int = 0) -> None
         settings: dict[str, Any] = {
             "kv_disk_dir": name, "kv_disk_size": 10 * num_kv_blocks * (block_bytes + 4096) + (1 << 20),
             "num_kv_blocks": num_kv_blocks, "max_model_len": 512, "max_num_seqs": 4, "kv_disk_write_rate": "4GiB",
+            "fault_bytes": fault_bytes,
         }  # fmt: skip
         began_s, shown_s, num_asked = time.monotonic(), 0.0, 0
         with LLM(**settings) as llm:
@@ -252,8 +295,28 @@ def soak(minutes: float = 20.0, num_kv_blocks: int = 128, seed: int = 0) -> None
                           f"{_resident_mb():.0f} MB, {used / 1e6:.1f} MB on the disk, "
                           f"{disk['stored_blocks']:.0f} of {disk['slots']:.0f} slots, "
                           f"{disk['evicted_blocks']:.0f} evicted, {disk['loaded_blocks']:.0f} loaded, "
-                          f"{disk['bad_blocks']:.0f} bad", flush=True)  # fmt: skip
+                          f"{disk['bad_blocks']:.0f} bad; {_kept()}", flush=True)  # fmt: skip
             llm._open.assembled.engine.scheduler.check()  # type: ignore[attr-defined]
+
+
+class _Malloc(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+        )
+    ]  # fmt: skip
+
+
+def _kept() -> str:
+    """Return what is in use: Python's objects and blocks of memory, and what malloc has given out and keeps free."""
+    gc.collect()
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Malloc
+    found = ask()
+    return (f"{len(gc.get_objects())} objects, {sys.getallocatedblocks()} blocks, "
+            f"malloc: {found.uordblks / 1e6:.1f} MB used, {found.fordblks / 1e6:.1f} free")  # fmt: skip
 
 
 def _resident_mb() -> float:

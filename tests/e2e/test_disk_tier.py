@@ -1,5 +1,6 @@
 """The disk tier whole: restarts, scopes, identities, faults, and a server that ends between two turns of a chat."""
 
+import gc
 import shutil
 import signal
 import time
@@ -67,6 +68,31 @@ def test_engine_that_has_slept_finds_what_it_had_computed(tmp_path: Path) -> Non
         (output,) = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
     assert [(each.token_ids, each.logprobs) for each in output.outputs] == expected
     assert output.num_cached_tokens == 96
+
+
+def test_requests_and_sessions_leave_no_object_behind(tmp_path: Path) -> None:
+    """The plans before a fault are left out: they are bounded in bytes, and that bound is reached slowly."""
+    prompts = [{"prompt_token_ids": [3 + (number + place) * 7 % 280 for place in range(40)]} for number in range(20)]
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    sizes: dict[str, Any] = {"num_kv_blocks": 32, "max_num_seqs": 4, "max_model_len": 64, "fault_bytes": 0}
+    with LLM(kv_disk_dir=tmp_path, kv_disk_size="3MiB", **sizes) as llm:
+
+        def num_objects_after_requests() -> int:
+            for number in range(3):
+                llm.generate(prompts, params, use_tqdm=False)
+                session = llm.create_session(prompts[number]["prompt_token_ids"])
+                session.save("one")
+                session.delete()
+                llm.restore_session("one").delete()
+            gc.collect()
+            return len(gc.get_objects())
+
+        for _ in range(2):
+            num_objects_after_requests()
+        before = num_objects_after_requests()
+        for _ in range(3):
+            after = num_objects_after_requests()
+    assert after - before < 90      # 180 requests
 
 
 def test_engines_find_after_a_restart_what_any_of_them_has_stored(tmp_path: Path) -> None:
