@@ -76,13 +76,15 @@ async def supervise_engine(
         await pause(pause_s)
         try:
             signals.children[0] = spawn(options)
-            service.client = client = await EngineClient.connect(
+            started = await EngineClient.connect(
                 signals.children[0], options, metrics, client.request_ids, client.inputs.owners,
                 service.options.start_timeout, on_stall="end",
             )  # fmt: skip
         except (EngineError, OSError) as error:
             why = error
             continue
+        started.inputs.images = client.inputs.images    # calls under way have its marks and numbers
+        service.client = client = started
         metrics.engine_restarted()
         log.warning("the engine was restarted; cached and pinned prefixes are lost")
         why = await client.wait_dead()

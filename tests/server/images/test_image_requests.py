@@ -1,11 +1,13 @@
 """Images in requests of the three APIs and of `LLM.chat`: prompts and answers are those of transformers."""
 
 
+import asyncio
 import os
 from base64 import b64encode
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -17,7 +19,9 @@ from PIL import Image
 from quire import LLM, SamplingParams
 from quire.core.errors import InvalidRequestError
 from quire.engine.options import EngineOptions
+from quire.server.lifecycle import supervise_engine
 from support.agent_bodies import messages_body, responses_body
+from support.forked_engines import fork_engine
 from support.openai_server import NAME, OpenAIServer, openai_server
 from support.small_vision import (
     NUM_TOKENS,
@@ -324,6 +328,35 @@ def test_pixels_that_an_engine_has_are_not_sent_again(folder: Path, reference: R
         assert not any(each.pixels for each in kept.images.values())
     large = [size > 28 * 28 * 3 for size in sizes if size > 200]
     assert large == [True, True, True, False, False]
+
+
+def test_an_engine_that_takes_the_place_of_one_goes_on_with_the_numbers_of_images(
+    folder: Path, reference: Reference
+) -> None:
+    """Calls that are under way have numbers and marks, and are sent to the engine that there is by then."""
+    options = EngineOptions(model=str(folder), **LIMITS)
+
+    async def no_pause(_: float) -> None:
+        pass
+
+    with openai_server(options, restart_engine=1) as server:
+        service, first = server.service, server.service.client
+        signals: Any = SimpleNamespace(children=[server.child])
+        supervising = server.on_loop(
+            lambda: asyncio.ensure_future(
+                supervise_engine(service, options, signals, pause=no_pause, spawn=fork_engine)
+            )
+        )
+        for name, serials in (("one", [0]), ("two", [1])):
+            messages = [{"role": "user", "content": [image(name), text("and")]}]
+            answer = server.ask("/v1/chat/completions", messages=messages, max_tokens=NUM_ANSWER, **GREEDY)
+            assert answer["choices"][0]["token_ids"] == reference.answer("USER: <image>\nand ASSISTANT:", name)[1]
+            assert list(service.client._connection.kept_pixels.images) == serials  # type: ignore[attr-defined]
+            if service.client is first:
+                server.child.process.kill()
+                server.wait_until(lambda: service.client is not first)
+        assert service.client.inputs.images is first.inputs.images
+        server.on_loop(supervising.cancel)
 
 
 def test_one_client_cannot_take_all_memory_of_images(server: OpenAIServer) -> None:

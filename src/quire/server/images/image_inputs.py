@@ -164,18 +164,10 @@ def _fetcher(options: ServerOptions) -> "ImageFetcher | None":
 
 
 class KeptImage(NamedTuple):
-    """A decoded image, the key of its pixels, and its number by the prompts of one engine."""
+    """A decoded image, and its number."""
 
     decoded: worker.ImageDecoded
-    key: bytes
-    prompts: ImagePrompts
     numbered: NumberedImage
-
-    def by(self, prompts: ImagePrompts) -> "KeptImage":
-        """Return the image with its number by these prompts: an engine that takes the place of one begins anew."""
-        if prompts is self.prompts:
-            return self
-        return self._replace(prompts=prompts, numbered=prompts.numbered(self.decoded.image, self.key))
 
 
 async def _off_loop(num_bytes: int, work: Callable[[], T]) -> T:
@@ -254,7 +246,7 @@ class ImageDecoder:
         if found is None or found.decoded.num_pixels > max_pixels:
             found = await self._new(part, data, max_pixels, prompts, client_id, cache_salt)
             self._num_kept_bytes += 0 if file in self._kept else len(found.decoded.image.pixels)
-        self._kept[file] = found = found.by(prompts)
+        self._kept[file] = found
         self._kept.move_to_end(file)
         while self._num_kept_bytes > MAX_KEPT_BYTES:
             self._num_kept_bytes -= len(self._kept.popitem(last=False)[1].decoded.image.pixels)
@@ -267,7 +259,7 @@ class ImageDecoder:
         """Return an image of a file that is decoded for it. Arguments as in `_decoded`."""
         reply = await self._decoded(part, data, max_pixels, client_id)
         key = await _off_loop(len(reply.image.pixels), partial(image_key, reply.image, cache_salt))
-        return KeptImage(reply, key, prompts, prompts.numbered(reply.image, key))
+        return KeptImage(reply, prompts.numbered(reply.image, key))
 
     async def _decoded(
         self, part: ImagePart, data: bytes | str, max_pixels: int, client_id: str
