@@ -7,15 +7,15 @@ namespace quire::ISA {
 
 inline Floats silu(Floats x) { return x / (exp(-x) + splat(1.0f)); }
 
-inline Floats relu(Floats x) { return choose((Words)(x < splat(0.0f)), Floats{}, x); }
+inline Floats relu(Floats x) { return choose(is_below(x, Floats{}), Floats{}, x); }
 
 inline Floats relu2(Floats x) { return relu(x) * relu(x); }
 
 // gpt-oss's gate, at most 7, times its sigmoid at 1.702 times the gate, times an up of -7 to 7, plus 1.
 inline Floats clamped_silu_and_mul(Floats gate, Floats up) {
     const Floats limit = splat(7.0f);
-    gate = choose((Words)(gate > limit), limit, gate);
-    up = choose((Words)(up > limit), limit, choose((Words)(up < -limit), -limit, up));
+    gate = choose(is_below(limit, gate), limit, gate);
+    up = choose(is_below(limit, up), limit, choose(is_below(up, -limit), -limit, up));
     return gate / (exp(gate * splat(-1.702f)) + splat(1.0f)) * (up + splat(1.0f));
 }
 
@@ -39,7 +39,7 @@ inline Floats gelu(Floats x) {
     tail = multiply_add(tail, t, splat(-0.284496736f));
     tail = multiply_add(tail, t, splat(0.254829592f));
     tail = tail * t * exp(-z * z) * splat(0.5f);
-    return x * choose((Words)(x > splat(0.0f)), splat(1.0f) - tail, tail);
+    return x * choose(is_below(Floats{}, x), splat(1.0f) - tail, tail);
 }
 
 }  // namespace quire::ISA

@@ -44,8 +44,8 @@ inline Floats exp(Floats x) {
 
 inline Floats exp(Floats x) {
     constexpr float magic = 12582912.0f;
-    const Words is_low = (Words)(x < splat(-87.33f)), is_high = (Words)(x > splat(88.72f)), is_nan = (Words)(x != x);
-    const Floats bounded = choose(is_low | is_high | is_nan, Floats{}, x);
+    const Words is_low = is_below(x, splat(-87.33f)), is_high = is_below(splat(88.72f), x), is_none = is_nan(x);
+    const Floats bounded = choose(is_low | is_high | is_none, Floats{}, x);
     const Floats shifted = bounded * splat(LOG2_E) + splat(magic);  // the integer is in the lowest bits
     const Floats n = shifted - splat(magic);
     const Floats r = (bounded - n * splat(LN2_HIGH)) - n * splat(LN2_LOW);
@@ -57,7 +57,7 @@ inline Floats exp(Floats x) {
     Floats result = p * scale * rest;
     result = choose(is_low, Floats{}, result);
     result = choose(is_high, splat(__builtin_inff()), result);
-    return choose(is_nan, x, result);
+    return choose(is_none, x, result);
 }
 
 #endif

@@ -28,7 +28,8 @@ struct Scale {
         const Floats r = (x - n * splat(LN2_HIGH)) - n * splat(LN2_LOW);
         const Floats p = exp_of_remainder(r, [](Floats a, Floats b, Floats c) { return a * b + c; });
         const Words power = ((Words)shifted - 0x4b400000u + 127u) << 23;
-        return (Floats)((Words)(p * (Floats)power) & (Words)(x >= lowest));  // NaN is 0, too
+        const Words is_kept = by_registers<Words>([&](int i) { return part(x, i) >= part(lowest, i); });  // NaN is 0, too
+        return (Floats)((Words)(p * (Floats)power) & is_kept);
     }
 };
 

@@ -29,7 +29,7 @@ inline Floats power(Floats x, Floats scale) {
     result = multiply_add(result, f, splat(0x1.62e42ap-1f));
     result = multiply_add(result, f, splat(1.0f));
     const Floats lowest = splat(12582912.0f - 125.0f);
-    return as_floats(((Words)result + ((Words)shifted << 23)) & ~(Words)(shifted < lowest));
+    return as_floats(((Words)result + ((Words)shifted << 23)) & ~is_below(shifted, lowest));
 #endif
 }
 
