@@ -16,6 +16,7 @@
 namespace quire::ISA {
 
 constexpr long STATE_BLOCK = 32;    // tokens that a thread convolves at a time
+constexpr long USUAL_TAPS = 4;      // of nearly all models
 constexpr long MAX_STATE_TAPS = 16; // quire/kernels/delta_net.py
 constexpr long MAX_SNAPSHOTS = 2;
 constexpr long SLOT_UNIT = 64;
@@ -115,10 +116,25 @@ protected:
         for (long i = 0; i < count + op_.taps - 1; i++) inputs[i] = channels(first - op_.taps + 1 + i);
         for (long i = 0; i < width; i += LANES) {
             const float* weight = op_.conv_weight + channel + i;
+            const auto row_of = [&](long number) {
+                const T* row = inputs[number];
+                return row ? load(row + channel + i) : Floats{};
+            };
+            const Floats start = bias ? load(bias + channel + i) : Floats{};
+            if (op_.taps == USUAL_TAPS) {  // weights and rows stay in registers
+                const Floats oldest = load(weight), older = load(weight + channels_), old = load(weight + 2 * channels_), own = load(weight + 3 * channels_);
+                Floats a = row_of(0), b = row_of(1), c = row_of(2);
+                for (long token = 0; token < count; token++) {
+                    const Floats d = row_of(token + 3);
+                    const Floats sum = multiply_add(own, d, multiply_add(old, c, multiply_add(older, b, multiply_add(oldest, a, start))));
+                    store(rows + token * stride + i, silu(sum));
+                    a = b, b = c, c = d;
+                }
+                continue;
+            }
             for (long token = 0; token < count; token++) {
-                Floats sum = bias ? load(bias + channel + i) : Floats{};
-                for (long tap = 0; tap < op_.taps; tap++)
-                    if (const T* row = inputs[token + tap]) sum = multiply_add(load(weight + tap * channels_), load(row + channel + i), sum);
+                Floats sum = start;
+                for (long tap = 0; tap < op_.taps; tap++) sum = multiply_add(load(weight + tap * channels_), row_of(token + tap), sum);
                 store(rows + token * stride + i, silu(sum));
             }
         }
