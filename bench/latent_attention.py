@@ -122,7 +122,7 @@ class Quire:
         metadata = build_metadata(self._table, starts, lens, BLOCK_SIZE)
         begun = self._clock()
         tokens = np.array([7])
-        x = self._decoder._embedding(tokens, np.array([position]))
+        x = self._decoder.embedding(tokens, np.array([position]))
         inputs = LayerInputs(
             np.array([position]), np.array([slot], np.int64), metadata, self._cache.keys, self._cache.values
         )

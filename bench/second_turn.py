@@ -32,8 +32,8 @@ from side_by_side.roster import CPUS, OURS, vllm_environment
 
 LLAMA = "llama.cpp"
 CONTEXT = "8192"
-RANDOM = ("--load-format", "dummy")
-TURN, ANSWER = 30, 24  # tokens
+RANDOM = ("--load-format", "dummy", "--skip-tokenizer-init")
+TURN, ANSWER, WARM_UP = 30, 24, 64  # tokens
 FIRST_ID, END_ID = 300, 31_999
 
 
@@ -134,9 +134,9 @@ def main(
             engine = spec.start(Path(folder) / f"{spec.title}.log")
             stack.callback(engine.stop)
             clients.append(Client(engine, str(model)))
-        for number, client in product(range(rounds + 1), clients):  # the first round warms up
+        for number, client in product(range(rounds + 1), clients):
             for row, measure in ROWS.items():
-                found = measure(client, rng, history)
+                found = measure(client, rng, history if number else WARM_UP)
                 if number:
                     times.setdefault((client.title, row), []).append(found)
                 print(f"{client.title}, {row}: {found.wall_s:.3f} s, {found.cpu_s:.2f} s of CPU", flush=True)
