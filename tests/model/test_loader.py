@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,17 @@ from quire.model import rope
 from quire.model.checkpoints import safetensors
 from quire.model.config import read_config, spec_from_config
 from quire.model.loader import load_model
+from support.random_folder import write_random_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 WIDE, INNER = 32, 56
+OLMO_HYBRID: dict[str, object] = {
+    "architectures": ["OlmoHybridForCausalLM"], "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "linear_key_head_dim": 16, "max_position_embeddings": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 
 
 def test_dtype_auto_is_the_configs_own_in_either_spelling(write_llama: Callable[..., Path], back_end: BackEnd) -> None:
@@ -132,6 +139,16 @@ def test_bad_tensors_are_named(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(write_llama(tensors=tensors), back_end=back_end)
+
+
+@pytest.mark.parametrize("name", ["q_conv1d", "v_conv1d"])
+def test_a_missing_part_of_a_convolution_is_named(name: str, tmp_path: Path, back_end: BackEnd) -> None:
+    folder, missing = write_random_folder(tmp_path, OLMO_HYBRID), f"model.layers.0.linear_attn.{name}.weight"
+    tensors = load_file(folder / WEIGHTS)
+    save_file({key: tensor for key, tensor in tensors.items() if key != missing}, folder / WEIGHTS)
+    shape = list(tensors[missing].shape)
+    with pytest.raises(ModelError, match=re.escape(f"{missing} is missing; expected shape {shape}")):
+        load_model(folder, back_end=back_end)
 
 
 def test_values_too_large_for_the_dtype_are_refused(write_llama: Callable[..., Path], back_end: BackEnd) -> None:

@@ -176,7 +176,7 @@ class WeightReader:
         `others`: tensors with the rest of it. They may be cut elsewhere: transformers 5 writes parts of equal size.
         """
         names, sizes = zip(*((self._prefix + each.name, each.stored) for each in (shape, *others)), strict=True)
-        if others:
+        if others and all(name in self._tensors.names for name in names):
             found = [self._tensors.shape(name) for name in names]
             is_whole = sum(each[0] for each in found if each) == sum(size[0] for size in sizes)
             if is_whole and {each[1:] for each in found} == {shape.stored[1:]}:
