@@ -426,7 +426,7 @@ LATENT: dict[str, object] = {
         ({"rope_theta": -1}, "rope_theta must be a number from 1e-30 to 1e"),
         ({"rope_theta": 10**400}, "rope_theta must be a number from 1e-30 to 1e.*, got an integer of 30 digits"),
         ({"rope_theta": 1e-300}, "rope_theta must be a number from"),
-        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type must be one of default, .* 'proportional'"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope_type must be one of default, .* 'ntk'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor must be a list of 4 numbers, got None"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 1, 1, 0], "long_factor": [1] * 4}},
