@@ -39,12 +39,14 @@ _decode = msgspec.msgpack.Decoder(Stepped | RequestRefused).decode
 
 
 class RayClient(SingleEngine):
-    """The engine replicas of an application, as one engine. Requests only: pins and block maps are refused."""
+    """The engine replicas of an application, as one engine. Requests of texts only: pins and block maps are refused."""
 
     def __init__(
         self, handle: DeploymentHandle[Any], ready: Ready, tokenizer: Tokenizer | None, options: EngineOptions,
         owners: OwnerLabels, observer: EngineMetrics, max_replicas: int,
     ) -> None:  # fmt: skip
+        # An ingress would number images from 0 on, as others do, and mix them up in the replica that they share.
+        ready = structs.replace(ready, images=None, no_images_reason="they are not served on Ray")
         inputs = InputProcessor(tokenizer, ready, options, owners)
         super().__init__(tokenizer, ready, inputs, itertools.count(secrets.randbits(48)))  # seeds derive from numbers
         self.state = EngineState(0, 0, 0)
