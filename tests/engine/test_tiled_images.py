@@ -419,3 +419,10 @@ def test_settings_that_would_give_other_pixels_are_refused(changes: dict[str, An
 def test_an_image_that_no_patch_shows_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="has 1 x 900 pixels and is too narrow: no patch would show it"):
         prepared(Image.new("RGB", (1, 900)), settings_of(PROCESSOR))
+
+
+def test_an_image_that_keeps_no_row_is_refused() -> None:
+    """Scaled to one tile's rows, a strip of many tiles would keep less than one."""
+    processor = {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": [[28, 28], [28, 4088]]}
+    with pytest.raises(InvalidRequestError, match="has 200 x 1 pixels and is too narrow: no row or column of it"):
+        prepared(Image.new("RGB", (200, 1)), settings_of(processor, most=1, size=28, patch_size=14))

@@ -517,7 +517,11 @@ def _tiled(image: "Image", settings: ImageSettings) -> PreparedImage:
 
     size, tile = _Size(image.height, image.width), settings.height
     height, width = best_size(size, settings.sizes)
-    grid = tiled_grid(size, (height, width), tile, tile // settings.patch_size)
+    grid = tiled_grid(size, (height, width), tile, side := tile // settings.patch_size)
+    if min(shrunk(grid, side, settings.most_tiles)) < 1:
+        raise InvalidRequestError(
+            f"has {size.width} x {size.height} pixels and is too narrow: no row or column of it would be kept"
+        )
     by_width, by_height = width / size.width, height / size.height
     if by_width < by_height:
         scaled = _Size(min(ceil(size.height * by_width), height), width)
