@@ -150,7 +150,8 @@ void gate(const Gate<T>& op) {
         T* x = op.x + row * op.x_stride;
         const T* gates = op.gate + row * op.gate_stride;
         each_lanes(op.width, [&](long i, long count) {
-            const Floats share = rounded<T>(splat(1.0f) / (exp(-load_some(gates + i, count)) + splat(1.0f)));
+            Floats share = load_some(gates + i, count);
+            if (op.is_sigmoid) share = rounded<T>(splat(1.0f) / (exp(-share) + splat(1.0f)));
             store_some(x + i, load_some(x + i, count) * share, count);
         });
     });

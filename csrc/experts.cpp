@@ -110,6 +110,8 @@ void choose(const float* scores, long num_experts, const Routing& routing, std::
     }
     if (routing.factor != 1)
         for (long i = 0; i < routing.num_chosen; i++) weights[i] *= routing.factor;
+    if (routing.scales)
+        for (long i = 0; i < routing.num_chosen; i++) weights[i] *= routing.scales[ids[i]];
 }
 
 // Some rows, through all steps.
@@ -118,7 +120,8 @@ class SomeRows {
 public:
     // partial: of ranks that add up their results, where this one's are stored, [rows of op, outputs]; else null.
     SomeRows(const Experts<T>& op, float* partial, long first, long num_rows)
-        : weights_(op.weights), x_(op.x + first * op.x_stride), x_stride_(op.x_stride), out_(op.out + first * op.out_stride),
+        : weights_(op.weights), x_(op.x + first * op.x_stride), x_stride_(op.x_stride),
+          scored_(op.scored + first * op.scored_stride), scored_stride_(op.scored_stride), out_(op.out + first * op.out_stride),
           out_stride_(op.out_stride), partial_(partial ? partial + first * op.out_stride : nullptr), num_rows_(num_rows),
           num_experts_(static_cast<long>(weights_.in.size())), width_(weights_.router.in_features),
           num_outputs_(weights_.out[0].out_features), num_places_(places_of(weights_)) {}
@@ -150,6 +153,8 @@ private:
     const ExpertWeights& weights_;
     const T* x_;
     long x_stride_;
+    const T* scored_;
+    long scored_stride_;
     T* out_;
     long out_stride_;
     float* partial_;
@@ -192,7 +197,7 @@ private:
         const Routing& routing = weights_.routing;
         const long num_scores = weights_.router.out_features, num_routed = num_experts_ - routing.has_shared;
         float* scores = memory.scores.at_least(num_rows_ * num_scores);
-        compute_outputs(weights_.router, LayerRows<T>{x_, num_rows_, x_stride_}, 0, num_scores, scores, num_scores, true);
+        compute_outputs(weights_.router, LayerRows<T>{scored_, num_rows_, scored_stride_}, 0, num_scores, scores, num_scores, true);
         ids_ = memory.ids.at_least(num_choices());
         shares_ = memory.shares.at_least(num_choices());
         share_range(num_rows_, ROWS_AT_ONCE, [&](long begin, long end) {

@@ -160,13 +160,13 @@ struct SumExchange {
 };
 
 // The choice of a row's experts and their weights: `Routing` of kernels/layers.py says what each field means. bias: of each
-// expert that may be chosen, or null.
+// expert that may be chosen, or null; scales: of each one's weight, or null.
 struct Routing {
     long num_chosen;
     bool is_normalized, has_shared, is_sigmoid, is_shared_scored;
     float factor;
     long num_groups, num_kept_groups, num_group_keys;
-    const float* bias;
+    const float *bias, *scales;
 
     bool is_by_score() const { return !is_sigmoid && !bias && num_groups == 1; }
 };
@@ -185,11 +185,14 @@ struct ExpertWeights {
 
 // out = sum of the results of a row's experts times their weights, in float32, the highest score first and the shared
 // expert last, rounded to T once; of a rank, its columns of it. Of equal scores that of the lower number counts as higher.
-// Rows `stride` elements apart, those of a sum over ranks without gaps; out may be x's memory.
+// Rows `stride` elements apart, those of a sum over ranks without gaps; out may be x's memory. scored [num_rows, width]: what
+// the router scores, which may be x.
 template <typename T>
 struct Experts {
     const T* x;
     long num_rows, x_stride;
+    const T* scored;
+    long scored_stride;
     T* out;
     long out_stride;
     const ExpertWeights& weights;
@@ -302,7 +305,7 @@ struct RotaryParameters : Heads {
 
 // Turn queries (in place) and keys, write keys and values to their slots of the paged cache. query, key and value
 // [num_tokens, their heads, head_dim], tokens `stride` elements apart; query may be null where nothing is turned,
-// value where the cache has none. A slot of -1: nothing is written.
+// value where the cache has none. A slot of -1: nothing is written; slots null: nothing at all, and keys are not read.
 template <typename T>
 struct KVWrite : RotaryParameters {
     T* query;
@@ -382,13 +385,14 @@ struct Mamba : MambaWeights {
     long num_seqs;
 };
 
-// x = x * sigmoid(gate), [num_rows, width] each, rows `stride` elements apart; the sigmoid is rounded to T.
+// x = x * sigmoid(gate), or x * gate, [num_rows, width] each, rows `stride` elements apart; the sigmoid is rounded to T.
 template <typename T>
 struct Gate {
     T* x;
     long x_stride;
     const T* gate;
     long gate_stride, num_rows, width;
+    bool is_sigmoid;
 };
 
 template <template <typename> class Op>

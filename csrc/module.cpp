@@ -120,8 +120,9 @@ void def_struct(nb::module_& module, const char* name) {
 
 template <typename T>
 void def_experts(nb::module_& module, const char* name) {
-    module.def(name, [](Passed<T> x, long num_rows, long x_stride, Passed<T> out, long out_stride, const ExpertWeights& weights) {
-        const Experts<T> op{Argument{x}, num_rows, x_stride, Argument{out}, out_stride, weights};
+    module.def(name, [](Passed<T> x, long num_rows, long x_stride, Passed<T> scored, long scored_stride, Passed<T> out, long out_stride,
+                        const ExpertWeights& weights) {
+        const Experts<T> op{Argument{x}, num_rows, x_stride, Argument{scored}, scored_stride, Argument{out}, out_stride, weights};
         if constexpr (sizeof(T) == sizeof(bf16))
             chosen->experts.bf16(op);
         else

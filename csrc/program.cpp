@@ -72,7 +72,8 @@ public:
     }
 
     void operator()(const ExpertsOp& op) const {
-        call(chosen->experts, Experts<T>{at(op.x), step_.num_tokens, stride(op.x), at(op.out), stride(op.out), op.weights});
+        const long scored = op.scored < 0 ? op.x : op.scored;
+        call(chosen->experts, Experts<T>{at(op.x), step_.num_tokens, stride(op.x), at(scored), stride(scored), at(op.out), stride(op.out), op.weights});
     }
 
     void operator()(const QKNormOp& op) const {
@@ -128,7 +129,7 @@ public:
 
     void operator()(const GateOp& op) const {
         const long width = program_.buffers_[op.x].width;
-        call(chosen->gate, Gate<T>{at(op.x), stride(op.x), at(op.gate), stride(op.gate), step_.num_tokens, width});
+        call(chosen->gate, Gate<T>{at(op.x), stride(op.x), at(op.gate), stride(op.gate), step_.num_tokens, width, op.is_sigmoid});
     }
 
     void operator()(const PositionScaleOp& op) const {

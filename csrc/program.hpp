@@ -35,7 +35,7 @@ struct LinearOp {
     LinearWeights layer;
 };
 struct ExpertsOp {
-    long x, out;
+    long x, scored, out;  // scored -1: x
     ExpertWeights weights;
 };
 struct QKNormOp {  // over each head, or over all heads together, in place
@@ -71,6 +71,7 @@ struct MambaOp {
 };
 struct GateOp {  // in place
     long x, gate;
+    bool is_sigmoid;
 };
 struct PositionScaleOp {  // rows times factors[their position], in place
     long x;

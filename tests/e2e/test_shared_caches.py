@@ -1,4 +1,4 @@
-"""A Gemma 4 with all of its parts: layers that read an earlier layer's cache, inputs by layer, heads by layer.
+"""A Gemma 4 with all of its parts: layers that read an earlier layer's cache, inputs by layer, experts, other heads.
 
 No way of serving changes a bit: each answer is that of the request alone in a plain engine.
 """
@@ -12,7 +12,7 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.core.errors import ConfigError, ModelError
 from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require
-from quire.model.config import num_parameters, spec_from_config
+from quire.model.config import num_layer_weights, num_parameters, spec_from_config
 from quire.model.kv_cache import KVGeometry, LayerKV
 from quire_lab.sim.footprint import kv_bytes_per_token
 from support.answers import answers_of
@@ -26,7 +26,8 @@ CONFIG: dict[str, object] = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
     "sliding_window": 13, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True,
-    "vocab_size_per_layer_input": VOCAB_SIZE, "final_logit_softcapping": 9.0,
+    "vocab_size_per_layer_input": VOCAB_SIZE, "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+    "moe_intermediate_size": 32, "final_logit_softcapping": 9.0,
 }  # fmt: skip
 needs_kernels = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
@@ -109,7 +110,8 @@ def test_disk_tier_and_sleep_keep_the_caches_that_there_are(model: Path, tmp_pat
     assert all(each > 0 for each in cached[1:])
 
 
-def test_adapters_change_all_of_its_modules_alone_and_beside_others(model: Path, tmp_path: Path) -> None:
+def test_adapters_change_all_of_its_modules_alone_and_beside_others(tmp_path: Path) -> None:
+    model = write_random_folder(tmp_path / "model", CONFIG | {"enable_moe_block": False})
     targets = (*ALL, "per_layer_input_gate", "per_layer_projection")
     adapter = LoRARequest("all", 1, str(write_adapter(tmp_path / "adapter", model, 1, targets=targets, size=0.3)))
     prompts, params = asked()[0][:4], SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
@@ -135,14 +137,28 @@ def test_layers_that_read_another_cache_take_no_memory() -> None:
     assert geometry.bytes_per_token(16) == kv_bytes_per_token(spec, 2) == 2 * 2 * (3 * 512 + 12 * 256)
 
 
-def test_published_model_has_its_published_size() -> None:
-    """Gemma 4 31B, without its encoder of images."""
-    config = {
-        "architectures": ["Gemma4ForCausalLM"], "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
-        "hidden_size": 5376, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16,
-        "intermediate_size": 21_504, "num_global_key_value_heads": 4,
-    }  # fmt: skip
-    assert round(num_parameters(spec_from_config(config)) / 1e9, 1) == 30.7
+@pytest.mark.parametrize(
+    ("sizes", "billions", "active"),
+    [
+        (
+            {"hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16, "num_key_value_heads": 8}
+            | {"intermediate_size": 2112, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128}
+            | {"top_k_experts": 8, "moe_intermediate_size": 704},
+            25.2, 3.8,
+        ),
+        (
+            {"hidden_size": 5376, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 16}
+            | {"intermediate_size": 21_504, "num_global_key_value_heads": 4},
+            30.7, 30.7,
+        ),
+    ],
+    ids=["26B-A4B", "31B"],
+)  # fmt: skip
+def test_published_models_have_their_published_sizes(sizes: dict[str, Any], billions: float, active: float) -> None:
+    config = {"architectures": ["Gemma4ForCausalLM"], "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+    spec = spec_from_config(config | sizes)
+    num_active = num_layer_weights(spec) + spec.vocab_size * spec.hidden_size
+    assert [round(each / 1e9, 1) for each in (num_parameters(spec), num_active)] == [billions, active]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +168,8 @@ def test_published_model_has_its_published_size() -> None:
         ({"num_kv_shared_layers": 5}, "num_kv_shared_layers must be an integer from 0 to 4, got 5"),
         ({"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input 95 must be at least vocab_size 96"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported yet"),
-        ({"enable_moe_block": True}, "enable_moe_block = True is not supported yet: experts beside a feed-forward"),
+        ({"top_k_experts": 7}, "top_k_experts must be an integer from 1 to 6, got 7"),
+        ({"num_experts": None}, "num_experts is missing"),
         ({"per_layer_config": {"1": {"head_dim": 64}, "4": {"head_dim": 32}}}, "layer 4 has other heads than layer 1"),
         ({"head_dim": 12}, r"layers with heads of \[12, 32\] dimensions need multiples of 8, and 12 is none"),
         ({"per_layer_config": {"1": {"hidden_size": 64}}}, "per_layer_config: 1: unknown option 'hidden_size'"),
@@ -169,7 +186,7 @@ def test_configs_that_do_not_fit_are_refused_by_key_value_and_limit(changes: dic
 
 
 @pytest.mark.parametrize(
-    "part", ["HeadNorm", "Lookup", "Multiply", "keys and values of another layer"]
+    "part", ["HeadNorm", "Lookup", "Multiply", "keys and values of another layer", "experts beside a feed-forward"]
 )
 def test_its_parts_are_refused_on_gpus_by_name(part: str) -> None:
     with pytest.raises(ConfigError, match=f"device cuda does not support {part} yet; use --device cpu"):

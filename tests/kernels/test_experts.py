@@ -90,6 +90,14 @@ def test_rows_are_the_weighted_results_of_their_experts(routing: Routing) -> Non
     assert mixture(x[:0]).shape == (0, WIDTH)
 
 
+def test_scales_multiply_the_weights_of_chosen_experts_alone() -> None:
+    scores, scales = torch.tensor([[1.0, 3.0, 2.0, 0.0]]), torch.tensor([2.0, 0.5, 4.0, 8.0])
+    chosen, weights = route(Routing(2, True), scores)
+    scaled_chosen, scaled = route(Routing(2, True), scores, None, scales)
+    assert scaled_chosen.tolist() == chosen.tolist() == [[1, 2]]
+    assert scaled[0].tolist() == pytest.approx([0.5 * float(weights[0, 0]), 4.0 * float(weights[0, 1])])
+
+
 def test_of_equal_scores_the_lower_number_counts_as_higher() -> None:
     scores = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0], [0.0, -0.0, 0.0, -0.0, 0.0]])
     chosen, weights = route(Routing(3, True), scores)

@@ -32,7 +32,7 @@ VOCAB_SIZE = 160
 PROMPT_LEN = 40
 NUM_FORCED = 64
 NUM_GREEDY = 24          # every position is compared with forced tokens
-NUM_GREEDY_OF_HYBRIDS = 64  # behind states, or tails of convolutions, which each of them changes
+NUM_GREEDY_OF_HYBRIDS = 64  # behind states, or tails of convolutions, which each changes; or two kinds of feed-forward
 NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM"} | {
     name: f"{name}ForConditionalGeneration"
     for name in (
@@ -124,6 +124,10 @@ GEMMA4 = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-3,
     "pad_token_id": 0,
+}  # fmt: skip
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1,
 }  # fmt: skip
 GEMMA4_VISION = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
@@ -628,10 +632,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
         | {"vocab_size_per_layer_input": 170, "final_logit_softcapping": 9.0},
     ),
+    "gemma4, experts": ("Gemma4Text", GEMMA4 | GEMMA4_EXPERTS | {"num_hidden_layers": 3, "layer_types": None}),
     "gemma4, everything, biases, untied": (
         "Gemma4Text",
         GEMMA4
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        | GEMMA4_EXPERTS
         | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "attention_bias": True}
         | {"tie_word_embeddings": False, "vocab_size_per_layer_input": 160, "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
@@ -642,10 +647,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         "Gemma4",
         {"text_config": GEMMA4 | GEMMA4_MORE, "vision_config": GEMMA4_VISION} | GEMMA4_TOKENS,
     ),
-    "gemma4, with vision, caches of earlier layers, embeddings by layer": (
+    "gemma4, with vision, caches of earlier layers, embeddings by layer, experts": (
         "Gemma4",
         {
             "text_config": GEMMA4
+            | GEMMA4_EXPERTS
             | GEMMA4_MORE
             | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
             "vision_config": GEMMA4_VISION,
@@ -853,7 +859,8 @@ def test_logprobs_and_greedy_tokens_equal_transformers(
 
     greedy = tokens[:PROMPT_LEN]
     logits = runner.run("greedy", greedy, CHUNKS)
-    is_hybrid = folder_has_states(folder) or read_folder(folder).spec.has_tails
+    spec = read_folder(folder).spec
+    is_hybrid = spec.has_states or spec.has_tails or spec.layers[0].experts_beside is not None
     for _ in range(NUM_GREEDY_OF_HYBRIDS if is_hybrid else NUM_GREEDY):
         greedy.append(int(logits[-1].argmax()))
         logits = runner.step({"greedy": greedy[-1:]})["greedy"]
@@ -922,7 +929,7 @@ def test_bfloat16_error_is_at_most_1_2_times_that_of_transformers(
 MIXTURES = [
     "deepseek v2", "deepseek v2, groups, yarn", "deepseek v3", "glm4 moe lite, groups, yarn", "mistral4", "mixtral",
     "olmoe", "qwen2 moe", "qwen3 moe", "gpt-oss", "glm4 moe", "glm4 moe, every option", "dots1", "minimax m2",
-    "ernie4.5 moe",
+    "ernie4.5 moe", "gemma4, experts",
 ]  # fmt: skip
 
 
@@ -1051,9 +1058,8 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=len(tokens))
     fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
     kinds = [type(op).__name__ for op in decoder._program.ops]
-    has_inputs = decoder.spec.layer_input is not None
-    by_layer = [["LookupOp"], *([["MultiplyOp"]] * decoder.spec.num_layers)] if has_inputs else [[]]
-    assert kinds == [kind for before in by_layer for kind in (*before, "FusedOps")], "not all in one call"
+    lookups = [] if decoder.spec.layer_input is None else ["LookupOp"]
+    assert kinds == [*lookups, "FusedOps"], "not all in one call"
     single_ops = replace(back_end, fuse=lambda program: program)
     decoder = load_model(folder, dtype=dtype, back_end=single_ops, max_positions=len(tokens))
     assert torch.equal(fused, paged_runner(decoder).run("forced", tokens, CHUNKS))

@@ -85,7 +85,7 @@ def converted(
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
     loaded = _with_stacked_norms(_without_heads(load_file(folder / "model.safetensors")))
-    loaded = _with_plain_mlps(_with_plain_groups(loaded, config), config)
+    loaded = _with_stacked_gates(_with_plain_mlps(_with_plain_groups(loaded, config), config))
     if f"{architecture}.attention.key_length_mla" in metadata:
         loaded = _with_split_latents(loaded, config)
     for name, tensor in loaded.items():
@@ -202,6 +202,7 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": float(full["rope_theta"]),
         "rope.freq_base_swa": float(windowed["rope_theta"]),
         **({"final_logit_softcapping": softcap} if (softcap := config.get("final_logit_softcapping")) else {}),
+        **({"expert_used_count": used} if (used := config.get("top_k_experts")) else {}),
     }
     for end, key in (("", "global_head_dim"), ("_swa", "head_dim")):
         sizes = (f"attention.key_length{end}", f"attention.value_length{end}", f"rope.dimension_count{end}")
@@ -211,6 +212,18 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("use_double_wide_mlp"):
         first = len(is_full) - num_shared
         found["feed_forward_length"] = [size * (1 + (index >= first)) for index in range(len(is_full))]
+    return found
+
+
+def _with_stacked_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the gate and the up projection of each expert of a Gemma 4 as one."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if re.search(r"\d\.experts\.\d+\.gate_proj", name):
+            up = tensors[name.replace("gate_proj", "up_proj")]
+            found[name.replace("gate_proj", "gate_up_proj")] = torch.cat([tensor, up])
+        elif not re.search(r"\d\.experts\.\d+\.up_proj", name):
+            found[name] = tensor
     return found
 
 
@@ -335,14 +348,17 @@ EXPERT_KEYS = (
 _VECTORS = {
     ".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias",
     ".feed_forward.expert_bias": "exp_probs_b.bias",
-    ".layer_scalar": "layer_output_scale.weight",
+    ".layer_scalar": "layer_output_scale.weight", ".router.scale.weight": "ffn_gate_inp.scale",
+    ".router.per_expert_scale": "ffn_down_exps.scale",
     ".linear_attn.A_log": "ssm_a", ".linear_attn.dt_bias": "ssm_dt.bias", ".A_log": "ssm_a", ".dt_bias": "ssm_dt.bias",
     ".D": "ssm_d",
 }  # fmt: skip
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(?P<expert>\d+)\.(?P<module>\w+)")
+_EXPERT = re.compile(
+    r"(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?experts\.(?P<expert>\d+)\.(?P<module>\w+)"
+)
 _EXPERT_NAMES = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "w1": "ffn_gate", "w3": "ffn_up",
-    "w2": "ffn_down", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
+    "w2": "ffn_down", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "gate_up_proj": "ffn_gate_up",
 }  # fmt: skip
 _OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -351,7 +367,9 @@ _OUTPUT_NORMS = {
 _GEMMA4_NAMES = _OUTPUT_NORMS | {
     "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "router.proj": "ffn_gate_inp",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }  # fmt: skip
 _LFM2_NAMES = {
     "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",

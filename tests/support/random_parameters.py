@@ -12,7 +12,8 @@ def randomize(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             if parameter.dim() == 1:
-                parameter.copy_(0.3 * noise + (1.0 if name.endswith("weight") else 0.0))
+                is_factor = name.endswith(("weight", "router.scale", "per_expert_scale"))
+                parameter.copy_(0.3 * noise + (1.0 if is_factor else 0.0))
             else:
                 parameter.copy_(noise * (0.5 if "emb" in name else 1.3 * parameter.shape[-1] ** -0.5))
         for name, buffer in model.named_buffers():

@@ -97,6 +97,7 @@ SUPPORT: dict[str, frozenset[str]] = {
     "HeadNorm": CPU,
     "Lookup": CPU,
     "Multiply": CPU,
+    "experts beside a feed-forward": CPU,
     "SplitLatent": CPU,
     "HeadLinear": CPU,
     "CountLayer": EVERYWHERE,

@@ -106,10 +106,11 @@ class ExpertLayer(Protocol):
 
     num_bytes: int
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, scored: Tensor | None = None) -> Tensor:
         """Return the weighted results of each row's experts in x's dtype, for x [num_rows, width].
 
-        They are [num_rows, width], of a split mixture this rank's columns of it.
+        scored: what the router scores, as x; None: x. The results are [num_rows, width], of a split mixture this rank's
+        columns of it.
         """
 
 
@@ -119,8 +120,8 @@ class Routing:
 
     `num_chosen` experts, weighted by the softmax of their scores: over the chosen ones if `is_normalized`, else over
     all. With `is_sigmoid` by the sigmoid of each score, if `is_normalized` over their sum. `factor` multiplies these
-    weights. With `has_shared` the last expert is not chosen: every row uses it, weighted by the sigmoid of its score;
-    or by 1, without a score, if not `is_shared_scored`.
+    weights, and a scale of each expert where the layer has some. With `has_shared` the last expert is not chosen: every
+    row uses it, weighted by the sigmoid of its score; or by 1, without a score, if not `is_shared_scored`.
 
     With `has_bias` experts are chosen by the sums of their weights, softmax over all or sigmoid, and a bias of each.
     Of `num_groups` groups of equal size, the `num_kept_groups` with the highest sums of their best `num_group_keys` of

@@ -15,18 +15,23 @@ from quire.kernels.tensors import Tensor, added, clipped, empty_like, multiplied
 
 @dataclass(frozen=True, slots=True)
 class ExpertsOp:
-    """out = the weighted results of each row's experts; of ranks, each has some of the columns."""
+    """out = the weighted results of each row's experts; of ranks, each has some of the columns.
+
+    The router scores x, or another activation of its width.
+    """
 
     name: str
     experts: ExpertLayer
     x: str
     out: str
+    scored: str | None = None   # None: x
 
-    reads = Names("x")
+    reads = Names("x", "scored")
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        activations[self.out] = self.experts(activations[self.x])
+        x = activations[self.x]
+        activations[self.out] = self.experts(x) if self.scored is None else self.experts(x, activations[self.scored])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,7 @@ class MultiplyOp:
     y: str
     first: int
     width: int
+    num_columns: int  # of y
 
     reads = Names("x", "y")
     writes = Names("x")

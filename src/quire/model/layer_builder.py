@@ -1,8 +1,9 @@
 """Construction of layer programs: the layers of a spec as op records, with their weights read.
 
 The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output (parallel sublayers:
-`normed`, `x` and `y`); `qkv` and its views `query`, `key`, `value`; `attended`; `inner`, between the two projections of
-the feed-forward. An op's name is `layers.N.` and a name given here.
+`normed`, `x` and `y`, and `scored` by the router of experts that stand beside a feed-forward); `qkv` and its views
+`query`, `key`, `value`; `attended`; `inner`, between the two projections of the feed-forward. An op's name is
+`layers.N.` and a name given here.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from quire.kernels import program as ops
 from quire.kernels import special_ops
+from quire.kernels.back_end import require
 from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, ring_length
 from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
@@ -179,7 +181,9 @@ class LayerBuilder:
         """Append norm, attention, add; norm, feed-forward, add (Radford et al. 2019), maybe with norms of outputs."""
         if self._layer.mixer is not None:
             self._mixers()
-        if self._layer.feed_forward is not None:
+        if self._layer.experts_beside is not None:
+            self._feed_forward_with_experts(self._layer.experts_beside)
+        elif self._layer.feed_forward is not None:
             before, behind = self._layer.feed_forward_multipliers
             source = self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x")
             self._scale("feed_forward_in", source, before)
@@ -204,6 +208,30 @@ class LayerBuilder:
         if factor != 1:
             self.ops.append(special_ops.ScaleOp(f"{self._stem}{name}_multiplier", x, self._spec.hidden_size, factor))
 
+    def _feed_forward_with_experts(self, mixture: Experts) -> None:
+        """Append a dense feed-forward and experts, each of its own norm of the stream, and the norm of their sum."""
+        norms, shapes, width = self._shapes.expert_norms, self._shapes.experts, self._spec.hidden_size
+        assert norms is not None
+        assert shapes is not None
+        require(self._weights.back_end.name, ["experts beside a feed-forward"])
+        source = self.norm_of_stream("feed_forward_norm", self._shapes.feed_forward_norm, "x")
+        self._norm("experts_norm", norms.norm, INPUT, "normed")
+        self._norm("router_norm", norms.router_norm, INPUT, "scored")
+        self.ops.append(special_ops.ScaleOp(f"{self._stem}router_scale", "scored", width, width**-0.5))
+        self._dense(source, "x")
+        if self._ranks is not None:
+            self.exchange("feed_forward_out", "x", self._ranks.shard.cut(width))
+        self._norm("dense_output_norm", norms.dense_output_norm, "x", "x")
+        experts = self._experts(mixture, shapes)
+        self.ops.append(special_ops.ExpertsOp(f"{self._stem}experts", experts, "normed", "y", "scored"))
+        if self._ranks is not None:
+            self.exchange("experts", "y", self._ranks.shard.cut(width))
+        self._norm("experts_output_norm", norms.output_norm, "y", "y")
+        self.add("sublayers", "x", "y", "x")
+        assert self._shapes.feed_forward_output_norm is not None
+        self._norm("feed_forward_out_norm", self._shapes.feed_forward_output_norm, "x", "x")
+        self.is_summed = False
+
     def _layer_input(self, own: LayerInput) -> None:
         """Append what the layer adds of its input: a gate of the stream times it, projected and normalized."""
         shapes, shard = self._shapes, None if self._ranks is None else self._ranks.shard
@@ -216,10 +244,15 @@ class LayerBuilder:
         self.linear("layer_gate", shapes.layer_gate, INPUT, "layer_gate", gate_ranges)
         if shard is not None:
             self.exchange("layer_gate", "layer_gate", shard.cut(own.size))
-        first, name = self._index * own.size, f"{self._stem}layer_input"
-        self.ops.append(special_ops.MultiplyOp(name, "layer_gate", "layer_inputs", first, own.size))
+        first, num_columns = self._index * own.size, self._spec.num_layers * own.size
+        self.ops.append(special_ops.MultiplyOp(
+            f"{self._stem}layer_input", "layer_gate", "layer_inputs", first, own.size, num_columns
+        ))  # fmt: skip
         self.linear("layer_out", shapes.layer_out, "layer_gate", "x", out_ranges)
         self._end_sublayer("layer_out", "x", shapes.layer_output_norm)
+
+    def _norm(self, name: str, shape: NormShape, x: str, out: str) -> None:
+        self.ops.append(ops.NormOp(self._stem + name, make_norm(self._spec, self._weights, shape), x, out))
 
     def _post_norm(self) -> None:
         """Append attention, add, norm; feed-forward, add, norm (Vaswani et al. 2017)."""
@@ -538,27 +571,34 @@ class LayerBuilder:
 
     def feed_forward(self, source: str, out: str) -> None:
         """Append a feed-forward of `source`: two projections, or a mixture of experts. The stream lacks its output."""
-        shapes, mixture, ranks = self._shapes, self._layer.feed_forward, self._ranks
+        shapes, mixture = self._shapes, self._layer.feed_forward
         assert mixture is not None, "a layer without a feed-forward"
         name: Place = "feed_forward_out"
         if isinstance(mixture, Experts):
             assert shapes.experts is not None
             experts = self._experts(mixture, shapes.experts)
             self._append(name, special_ops.ExpertsOp(self._stem + name, experts, source, out))
-        elif ranks is None or ranks.shard.mode == "gather":
-            ((up, down),) = shapes.feed_forwards
+        else:
+            self._dense(source, out)
+        self._end_sublayer(name, out, shapes.feed_forward_output_norm)
+
+    def _dense(self, source: str, out: str) -> None:
+        """Append the two projections of a dense feed-forward of `source`."""
+        up, down, ranks = self._shapes.up, self._shapes.down, self._ranks
+        assert up is not None
+        assert down is not None
+        name: Place = "feed_forward_out"
+        if ranks is None or ranks.shard.mode == "gather":
             self.linear("feed_forward_in", up, source, "inner", self._ranges(up))
             if ranks is not None:
-                self.exchange("feed_forward_in", "inner", ranks.shard.cut(mixture.size))
+                self.exchange("feed_forward_in", "inner", ranks.shard.cut(down.width))
             self.linear(name, down, "inner", out, self._ranges(down))
         else:
-            ((up, down),) = shapes.feed_forwards
             hook = ranks.sum(self._spec.hidden_size)
             linear_in, linear_out, inner = _partial_layers(up, down, self._weights, ranks.shard, hook.partial_dtype)
             self._append("feed_forward_in", ops.LinearOp(f"{self._stem}feed_forward_in", linear_in, source, "inner"))
             summed = special_ops.SummedLinearOp(self._stem + name, linear_out, "inner", out, hook, inner)
             self._append(name, summed)
-        self._end_sublayer(name, out, shapes.feed_forward_output_norm)
 
     def _experts(self, mixture: Experts, shapes: ExpertShapes) -> ExpertLayer:
         """Read a mixture of experts; a rank has some outputs of both layers of each, or some inner columns."""

@@ -123,12 +123,13 @@ Shape = TableShape | NormShape | VectorShape | LinearShape
 class ExpertShapes(NamedTuple):
     """A mixture of experts: the router's layer, and each expert's to its inner width and back; a shared one is last.
 
-    `bias`: of the choice of experts.
+    `bias`: of the choice of experts. `scales`: of their weights.
     """
 
     router: LinearShape
     experts: tuple[tuple[LinearShape, LinearShape], ...]
     bias: VectorShape | None = None
+    scales: VectorShape | None = None
 
     @classmethod
     def of(cls, names: ExpertNames, width: int, mixture: Experts) -> "ExpertShapes":
@@ -149,11 +150,21 @@ class ExpertShapes(NamedTuple):
                 router = router._replace(modules=(names.router, names.shared_gate), num_rows=(mixture.num_experts, 1))
         stored = (1, mixture.num_experts) if names.is_bias_row else (mixture.num_experts,)
         bias = VectorShape(names.router_bias, stored)
-        return cls(router, tuple(experts), bias if mixture.has_choice_bias else None)
+        scales = VectorShape(names.router_scales, (mixture.num_experts,)) if mixture.has_scales else None
+        return cls(router, tuple(experts), bias if mixture.has_choice_bias else None, scales)
 
     @property
     def layers(self) -> tuple[LinearShape, ...]:
         return (self.router, *(layer for expert in self.experts for layer in expert))
+
+
+class ExpertNormShapes(NamedTuple):
+    """The norms of experts beside a dense feed-forward: of what the router scores, and around both."""
+
+    router_norm: NormShape
+    norm: NormShape
+    output_norm: NormShape
+    dense_output_norm: NormShape
 
 
 class AttentionShapes(NamedTuple):
@@ -330,7 +341,7 @@ MixerShapes = AttentionShapes | LatentShapes | ShortConvShapes | DeltaNetShapes 
 
 
 class LayerShapes(NamedTuple):
-    """One layer; `up` and `down` are those of a dense feed-forward, else there are `experts`, or none.
+    """One layer; `up` and `down` are those of a dense feed-forward, `experts` a mixture in its place or beside it.
 
     `mixer`: a tuple of the kind of the layer's mixer, with linear layers by the names of their ops.
     """
@@ -344,6 +355,7 @@ class LayerShapes(NamedTuple):
     experts: ExpertShapes | None
     attention_output_norm: NormShape | None
     feed_forward_output_norm: NormShape | None
+    expert_norms: ExpertNormShapes | None
     layer_gate: LinearShape | None
     layer_out: LinearShape | None
     layer_output_norm: NormShape | None
@@ -353,11 +365,15 @@ class LayerShapes(NamedTuple):
     def of(cls, spec: DecoderSpec, layer: LayerSpec) -> "LayerShapes":
         """Return the shapes of a layer of a model."""
         names, width, mixer, feed_forward = spec.weights, spec.hidden_size, layer.mixer, layer.feed_forward
-        up, down, experts = None, None, None
+        up, down, experts, expert_norms, expert_names = None, None, None, None, names.experts or ExpertNames()
         if isinstance(feed_forward, FeedForward):
             up, down = _feed_forward(names.feed_forward_in, names.feed_forward_out, width, feed_forward)
-        elif feed_forward is not None:
-            experts = ExpertShapes.of(names.experts or ExpertNames(), width, feed_forward)
+        mixture = feed_forward if isinstance(feed_forward, Experts) else layer.experts_beside
+        if mixture is not None:
+            experts = ExpertShapes.of(expert_names, width, mixture)
+        if layer.experts_beside is not None:
+            fields = ExpertNormShapes._fields
+            expert_norms = ExpertNormShapes(*(_norm(spec, getattr(expert_names, name), width) for name in fields))
         layer_gate, layer_out, layer_output_norm = _layer_input(spec)
 
         def norm(module: str | None, sublayer: object) -> NormShape | None:
@@ -376,6 +392,7 @@ class LayerShapes(NamedTuple):
             experts=experts,
             attention_output_norm=norm(names.attention_output_norm, mixer),
             feed_forward_output_norm=norm(names.feed_forward_output_norm, feed_forward),
+            expert_norms=expert_norms,
             layer_gate=layer_gate,
             layer_out=layer_out,
             layer_output_norm=layer_output_norm,
@@ -384,10 +401,9 @@ class LayerShapes(NamedTuple):
 
     @property
     def feed_forwards(self) -> Sequence[tuple[LinearShape, LinearShape]]:
-        """The feed-forward, or those of all experts: the layer to the inner width, and the one back."""
-        if self.experts is not None:
-            return self.experts.experts
-        return [] if self.up is None or self.down is None else [(self.up, self.down)]
+        """The feed-forward and those of all experts: the layer to the inner width, and the one back."""
+        experts = () if self.experts is None else self.experts.experts
+        return experts if self.up is None or self.down is None else ((self.up, self.down), *experts)
 
     @property
     def linears(self) -> dict[str, LinearShape]:
@@ -417,10 +433,10 @@ def _mixer(spec: DecoderSpec, mixer: Mixer) -> MixerShapes:
 def layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> tuple[Shape | None, ...]:
     """Return the shapes of a layer, with those of its experts and of the parts that its family adds."""
     shapes = LayerShapes.of(spec, layer)
-    single = (shape for shape in shapes if not isinstance(shape, MixerShapes | ExpertShapes))
-    experts = () if shapes.experts is None else (*shapes.experts.layers, shapes.experts.bias)
-    mixers = *(shapes.mixer or ()), *(shapes.beside or ())
-    return (*single, *mixers, *experts, *(shape for part in layer.parts for shape in part.shapes))
+    single = (shape for shape in shapes if not isinstance(shape, MixerShapes | ExpertShapes | ExpertNormShapes))
+    experts = () if shapes.experts is None else (*shapes.experts.layers, *shapes.experts[2:])
+    nested = *(shapes.mixer or ()), *(shapes.beside or ()), *(shapes.expert_norms or ())
+    return (*single, *nested, *experts, *(shape for part in layer.parts for shape in part.shapes))
 
 
 class DecoderShapes(NamedTuple):

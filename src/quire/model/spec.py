@@ -78,6 +78,11 @@ class ExpertNames:
     router: str = "mlp.gate"
     router_bias: str = "mlp.gate.e_score_correction_bias"  # a tensor's whole name: it takes part in the choice alone
     is_bias_row: bool = False                              # the tensor is [1, num_experts]
+    router_scales: str = "router.per_expert_scale"         # a tensor's whole name
+    router_norm: str = "router.scale"                      # experts beside a dense feed-forward, and the norms around
+    norm: str = "pre_feedforward_layernorm_2"
+    output_norm: str = "post_feedforward_layernorm_2"
+    dense_output_norm: str = "post_feedforward_layernorm_1"
     expert_in: tuple[str, ...] = (GATE, UP)
     expert_out: str = DOWN
     stacked: tuple[StackedTensor, ...] = STACKED
@@ -214,6 +219,7 @@ class Experts:
     num_groups: int = 1                # equal in size; a token's experts are in the best `num_kept_groups`
     num_kept_groups: int = 1
     num_group_keys: int = 2            # a group is as good as the sum of so many of its best experts
+    has_scales: bool = False           # an expert's weight is times a number of its own
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
@@ -433,6 +439,8 @@ class LayerSpec:
     """One layer: a mixer and a feed-forward, each with a norm and a residual connection. Layers may differ.
 
     Either may be missing, with its norm: a Nemotron-H has layers of one sublayer. A Falcon-H1 has a second mixer.
+    `experts_beside` read the same stream as a dense feed-forward; each of both has a norm of its output, and their sum
+    another (Gemma 4).
     """
 
     mixer: Mixer | None
@@ -444,6 +452,7 @@ class LayerSpec:
     beside: Mamba | None = None                 # reads what the mixer reads; their outputs are added
     mixer_multipliers: tuple[float, float] = (1.0, 1.0)         # factors on the outputs of the mixer and of that
     feed_forward_multipliers: tuple[float, float] = (1.0, 1.0)  # and on the feed-forward's input and output
+    experts_beside: Experts | None = None
     has_scale: bool = False                     # the stream behind the layer is times a number of the checkpoint
     parts: tuple[Part, ...] = ()
 
@@ -454,6 +463,9 @@ class LayerSpec:
         has_multipliers = {*self.mixer_multipliers, *self.feed_forward_multipliers} != {1.0}
         if (self.beside is not None or has_multipliers) and (self.is_parallel or self.norm_position != "pre"):
             raise SpecError(f"two mixers, or multipliers, with {self.norm_position} norms are not supported")
+        if self.experts_beside is not None:
+            assert isinstance(self.feed_forward, FeedForward), "experts beside a dense feed-forward"
+            assert self.norm_position == "around", "norms of the outputs of both"
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -568,8 +580,9 @@ class DecoderSpec:
 
     @property
     def feed_forwards(self) -> tuple[FeedForward | Experts, ...]:
-        """The feed-forwards of the layers that have one."""
-        return tuple(layer.feed_forward for layer in self.layers if layer.feed_forward is not None)
+        """The feed-forwards of the layers that have one, and the experts beside them."""
+        found = (each for layer in self.layers for each in (layer.feed_forward, layer.experts_beside))
+        return tuple(each for each in found if each is not None)
 
     def rotary_of(self, attention: Attention) -> Rotary | None:
         """Return the rotary embedding of a layer; None for none."""

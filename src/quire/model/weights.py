@@ -303,8 +303,10 @@ class WeightReader:
     ) -> ExpertLayer:
         """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
         scores = self.linear(shapes.router, dtype=self._library.dtype("float32"), weight_format=DenseFormat())
-        bias = None if shapes.bias is None else self.vector(shapes.bias)
-        return self.back_end.experts(scores, experts, routing, split, bias)
+        bias, scales = (None if each is None else self.vector(each) for each in (shapes.bias, shapes.scales))
+        if scales is None:
+            return self.back_end.experts(scores, experts, routing, split, bias)
+        return self.back_end.experts(scores, experts, routing, split, bias, scales)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:
         """Return the scales of a layer's keys and values that calibrated checkpoints have, else 1; `shape`: of qkv."""

@@ -81,6 +81,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4, caches of earlier layers, embeddings by layer": GEMMA4
     | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
     | {"vocab_size_per_layer_input": 96},
+    "gemma4, experts": GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4}
+    | {"top_k_experts": 2, "moe_intermediate_size": 40},
     "glm4": WIDE | {"architectures": ["Glm4ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4, no biases": WIDE
     | {"architectures": ["Glm4ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.25, "attention_bias": False},
@@ -304,7 +307,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         ("gemma4", {"gemma4.attention.value_length": 16}, "value_length = 16 is not supported yet: it must be the hea"),
         ("gemma4", {"gemma4.attention.shared_kv_layers": 4}, "shared_kv_layers must be an integer from 0 to 3, got 4"),
         ("gemma4", {"gemma4.feed_forward_length": [80, 80, 80, 160]}, "feed_forward_length must be one number, or tw"),
-        ("gemma4", {"gemma4.expert_count": 8}, "expert_count = 8 is not supported yet"),
         ("gpt-oss", {"gpt-oss.expert_count": None}, "gpt-oss.expert_count is missing"),
     ],
 )
@@ -388,7 +390,12 @@ def test_names_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> Non
     expected = set()
     for name in load_file(folder / "model.safetensors"):
         merged = re.sub(r"\.norms\.\d+|(?<=\.experts)\.\d+", "", name)  # one tensor of all heads, or of all experts
+        if found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale\.weight|per_expert_scale)", name):
+            expected.add(f"blk.{found[1]}.{'ffn_gate_inp' if found[2].startswith('scale') else 'ffn_down_exps'}.scale")
+            continue
         merged = f"{merged}.weight" if name.endswith(("sinks", "layer_scalar")) else merged
+        if family.startswith("gemma4"):
+            merged = re.sub(r"experts\.(gate|up)_proj", "experts.gate_up_proj", merged)
         expected.add(theirs.get_name(merged, try_suffixes=(".weight", ".bias")))
     if family.startswith("gemma4"):
         expected.add(f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR.ROPE_FREQS]}.weight")

@@ -182,6 +182,19 @@ def test_experts_are_chosen_by_weights_with_biases(routing: Routing) -> None:
     assert torch.equal(torch.cat([compute(row[None]) for row in x]), compute(x))
 
 
+@pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True)], ids=str)
+def test_scales_multiply_weights_and_the_router_may_score_other_rows(routing: Routing) -> None:
+    """Of float32, so that both choose alike. The shared expert has no scale."""
+    router, experts = mixture(routing, dtype=torch.float32)
+    scales, x, scored = torch.rand(6) + 0.5, torch.randn(90, WIDTH), torch.randn(90, WIDTH)
+    compute = CppExperts(router, experts, routing, None, None, scales)
+    expected = TorchExperts(router, experts, routing, None, None, scales)(x, scored)
+    torch.testing.assert_close(compute(x, scored), expected, rtol=1e-5, atol=1e-5)
+    parts = [compute(row[None], other[None]) for row, other in zip(x, scored, strict=True)]
+    assert torch.equal(torch.cat(parts), compute(x, scored))
+    assert not torch.allclose(compute(x), expected, atol=1e-2)
+
+
 @pytest.mark.parametrize("scores", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("routing", BIASED, ids=str)
 def test_scores_that_are_no_numbers_choose_experts_that_exist(routing: Routing, scores: float) -> None:

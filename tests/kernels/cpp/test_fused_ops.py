@@ -171,15 +171,13 @@ def latent_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> l
 
 
 def gemma4_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> list[Op]:
-    """Return a layer with values that are keys, or in the second with another's cache; and norms of parts of a row."""
+    """Return a layer with values that are keys, or in the second with another's cache; inputs by layer, and experts."""
     stem, size, (num_heads, num_kv_heads, head_dim) = f"layers.{layer}.", 32, HEADS
     query_width, kv_width, has_keys = num_heads * head_dim, num_kv_heads * head_dim, layer == 0
     wide = partial(norm, dtype=dtype, centers=False, offset=0.0)
     inputs: list[Op] = [
         ops.LinearOp("inputs", linear(WIDTH, 2 * size, dtype, DENSE), INPUT, "inputs"),
         special_ops.HeadNormOp("inputs_norm", wide(size), "inputs", "inputs", 2, size, is_of_heads=False),
-        ops.LinearOp("inputs_out", linear(2 * size, WIDTH, dtype, DENSE), "inputs", "y"),
-        ops.AddOp("inputs_sum", "y", INPUT, INPUT, WIDTH),
     ]
     keys: list[Op] = [
         special_ops.HeadNormOp(f"{stem}value_norm", wide(head_dim), "key", "value", num_kv_heads, head_dim),
@@ -189,6 +187,13 @@ def gemma4_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> l
     names = ("key", None) if has_keys else (None, None)
     rotary = RotarySpec(HEADS, table_of(torch.rand(head_dim // 2), 64), has_keys=has_keys)
     written = ("key", "value") if has_keys else (None, None)
+    pairs = (
+        (linear(WIDTH, INNER, dtype, DENSE, "gelu_tanh_and_mul"), linear(INNER, WIDTH, dtype, DENSE, is_float=True))
+        for _ in range(4)
+    )
+    experts = [Expert(*pair) for pair in pairs]
+    router = linear(WIDTH, 4, dtype, DENSE, is_float=True)
+    mixture = CppExperts(router, experts, Routing(2, True), scales=torch.rand(4))
     return [
         ops.NormOp(f"{stem}norm_1", wide(WIDTH), INPUT, "x"),
         *(inputs if has_keys else []),
@@ -198,7 +203,13 @@ def gemma4_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> l
         ops.RotaryWriteOp(f"{stem}rotary", 0, arrays(rotary), write_kv, "query", *written),
         ops.AttentionOp(f"{stem}attention", 0, AttentionSpec(HEADS, 1.0), paged_attention),
         ops.LinearOp(f"{stem}out", linear(query_width, WIDTH, dtype, DENSE), "attended", "x"),
-        ops.AddOp(f"{stem}sum", "x", INPUT, INPUT, WIDTH),
+        ops.NormOp(f"{stem}norm_2", wide(WIDTH), INPUT, "scored"),
+        special_ops.ExpertsOp(f"{stem}experts", mixture, "x", "y", "scored"),
+        ops.AddOp(f"{stem}sum", "y", INPUT, INPUT, WIDTH),
+        ops.LinearOp(f"{stem}gate", linear(WIDTH, size, dtype, DENSE, "gelu_tanh"), INPUT, "gate"),
+        special_ops.MultiplyOp(f"{stem}input", "gate", "inputs", layer * size, size, 2 * size),
+        ops.LinearOp(f"{stem}input_out", linear(size, WIDTH, dtype, DENSE), "gate", "x"),
+        ops.AddOp(f"{stem}input_sum", "x", INPUT, INPUT, WIDTH),
         ops.CountLayerOp(f"{stem}end", progress),
     ]
 

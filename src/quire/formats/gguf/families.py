@@ -481,7 +481,7 @@ def gemma4(metadata: Metadata) -> dict[str, object]:
     if any(each != 1 for each in divisors[:num_turning]) or any(each < STILL for each in divisors[num_turning:]):
         raise metadata.file.error(f"tensor {ROPE_FREQS} must be 1 for the first pairs, and at least {STILL} for others")
     softcap = "final_logit_softcapping"
-    return {
+    config: dict[str, object] = {
         "architectures": ["Gemma4ForCausalLM"],
         "hidden_size": metadata.size("embedding_length"),
         "intermediate_size": sizes[0],
@@ -510,6 +510,14 @@ def gemma4(metadata: Metadata) -> dict[str, object]:
             },
             "sliding_attention": {"rope_theta": metadata.number("rope.freq_base_swa", 10_000.0)},
         },
+    }
+    if not metadata.has_tensor("blk.0.ffn_gate_inp.weight"):
+        return config
+    return config | {
+        "enable_moe_block": True,
+        "num_experts": metadata.size("expert_count"),
+        "top_k_experts": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
     }
 
 

@@ -52,7 +52,11 @@ _GEMMA2_WEIGHTS = replace(
 _GEMMA4_WEIGHTS = replace(
     _GEMMA2_WEIGHTS, layer_scale="layer_output_scale.weight", layer_table="per_layer_token_embd",
     layer_projection="per_layer_model_proj", layer_projection_norm="per_layer_proj_norm", layer_gate="inp_gate",
-    layer_out="proj", layer_output_norm="post_norm",
+    layer_out="proj", layer_output_norm="post_norm", renamed={"ffn_gate_inp.scale": "ffn_gate_inp.scale.weight"},
+    experts=replace(
+        EXPERT_NAMES, router_scales="ffn_down_exps.scale", router_norm="ffn_gate_inp.scale", norm="pre_ffw_norm_2",
+        output_norm="post_ffw_norm_2", dense_output_norm="post_ffw_norm_1",
+    ),
 )  # fmt: skip
 _PHI3_WEIGHTS = replace(_LLAMA_WEIGHTS, qkv=("attn_qkv",), feed_forward_in=("ffn_up",))
 _GLM4_WEIGHTS = replace(_GEMMA2_WEIGHTS, feed_forward_in=("ffn_up",))
@@ -255,6 +259,8 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
         names = replace(names, qkv=names.qkv if has_rank else ("attn_q", names.qkv[1]), kv_up=kv_up)
     num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
     later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
+    if names.experts is not None and "blk.0.ffn_gate_up.0.weight" in file.tensors:
+        names = replace(names, experts=replace(names.experts, expert_in=("ffn_gate_up.{expert}",)))
     shared = (i for i, layer in enumerate(spec.layers) if layer.attention and layer.attention.cache_layer is not None)
     unread = (f"blk.{layer}.attn_{part}." for layer in shared for part in ("k", "v", "k_norm"))
     spec = replace(spec, weights=replace(names, skipped=(*later, *unread)))

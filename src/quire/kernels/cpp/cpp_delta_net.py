@@ -61,7 +61,7 @@ def gate(x: Array, gates: Array) -> Array:
     out, shares = np.array(converted(x, dtype), order="C"), np.ascontiguousarray(converted(gates, dtype))
     assert out.shape == shares.shape, f"{shares.shape} for {out.shape}"
     num_rows, width = out.shape
-    _GATE[dtype](address(out), width, address(shares), width, num_rows, width)
+    _GATE[dtype](address(out), width, address(shares), width, num_rows, width, True)
     return converted(out, x.dtype)
 
 

@@ -19,7 +19,7 @@ class CppExperts:
 
     def __init__(
         self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None,
-        bias: Array | None = None,
+        bias: Array | None = None, scales: Array | None = None,
     ) -> None:  # fmt: skip
         layers_in, layers_out = zip(*experts, strict=True)
         assert isinstance(router, CppLinear)
@@ -32,7 +32,9 @@ class CppExperts:
         num_wanted = len(experts) if routing.is_shared_scored else num_routed
         assert num_scores == num_wanted, f"{num_scores} scores for {len(experts)} experts"
         self._bias = None if bias is None else np.ascontiguousarray(bias, np.float32)  # kept: the extension reads it
-        assert self._bias is None or self._bias.shape == (num_routed,), "a bias of each expert that may be chosen"
+        self._scales = None if scales is None else np.ascontiguousarray(scales, np.float32)
+        for each in (self._bias, self._scales):
+            assert each is None or each.shape == (num_routed,), "a number of each expert that may be chosen"
         for number, (layer_in, layer_out) in enumerate(experts):
             assert isinstance(layer_in, CppLinear)
             assert isinstance(layer_out, CppLinear)
@@ -54,7 +56,7 @@ class CppExperts:
             _kernels.Routing(
                 num_chosen, routing.is_normalized, routing.has_shared, routing.is_sigmoid, routing.is_shared_scored,
                 routing.factor, routing.num_groups, routing.num_kept_groups, routing.num_group_keys,
-                0 if self._bias is None else address(self._bias),
+                *(0 if each is None else address(each) for each in (self._bias, self._scales)),
             ),
             _exchange(None if split is None else split.routed),
             _exchange(None if split is None else split.shared),
@@ -62,12 +64,14 @@ class CppExperts:
         )
         self._dtype = router.kernel_dtype
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, scored: Array | None = None) -> Array:
         """Compute all rows in one call; how many there are changes no row."""
         rows = np.ascontiguousarray(converted(x, self._dtype))
+        scored = rows if scored is None else np.ascontiguousarray(converted(scored, self._dtype))
         assert rows.shape[1] == self.width, f"{x.shape} for {self.width} inputs"
+        assert scored.shape == rows.shape, f"{scored.shape} for {rows.shape}"
         out = np.empty((len(rows), self.num_outputs), self._dtype)
-        sizes = len(rows), self.width, address(out), self.num_outputs
+        sizes = len(rows), self.width, address(scored), self.width, address(out), self.num_outputs
         _COMPUTE[self._dtype](address(rows), *sizes, self.weights)
         return converted(out, x.dtype)
 

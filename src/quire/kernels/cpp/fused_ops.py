@@ -121,6 +121,12 @@ class Buffers:
         self._bound[name] = self._own[key]
         return self._own[key]
 
+    def columns(self, base: int, offset: int, width: int) -> int:
+        """Return the index of columns of an activation, without a name."""
+        assert self._views[base].base == base, "a view of a view"
+        self._views.append(TensorView(base, offset, width, None))
+        return len(self._views) - 1
+
     def view(self, name: str, base: int, offset: int, width: int, head_dim: int | None = None) -> int:
         """Let a name stand for columns of another activation; return its index."""
         assert self._views[base].base == base, "a view of a view"
@@ -301,8 +307,10 @@ def _linear(op: ops.LinearOp, buffers: Buffers) -> list[object]:
 
 def _experts(op: special_ops.ExpertsOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.experts, CppExperts)
-    x, out = buffers.read(op.x, op.experts.width), buffers.write(op.out, op.experts.num_outputs)
-    return [_kernels.ExpertsOp(x, out, op.experts.weights)]
+    x = buffers.read(op.x, op.experts.width)
+    scored = -1 if op.scored is None else buffers.read(op.scored, op.experts.width)
+    out = buffers.write(op.out, op.experts.num_outputs)
+    return [_kernels.ExpertsOp(x, scored, out, op.experts.weights)]
 
 
 def _split_heads(op: ops.SplitHeadsOp, buffers: Buffers) -> list[object]:
@@ -394,7 +402,12 @@ def _mamba(op: special_ops.MambaOp, buffers: Buffers) -> list[object]:
 
 
 def _gate(op: special_ops.GateOp, buffers: Buffers) -> list[object]:
-    return [_kernels.GateOp(buffers.read(op.x, op.width), buffers.read(op.gate, op.width))]
+    return [_kernels.GateOp(buffers.read(op.x, op.width), buffers.read(op.gate, op.width), True)]
+
+
+def _multiply(op: special_ops.MultiplyOp, buffers: Buffers) -> list[object]:
+    y = buffers.columns(buffers.read(op.y, op.num_columns), op.first, op.width)
+    return [_kernels.GateOp(buffers.read(op.x, op.width), y, False)]
 
 
 def _position_scale(op: special_ops.PositionScaleOp, buffers: Buffers) -> list[object]:
@@ -478,6 +491,7 @@ TRANSLATIONS: dict[type, Translation] = {
     special_ops.MambaOp: Translation(lambda op: op.compute is mamba, _mamba),
     special_ops.GateOp: Translation(lambda op: op.compute is gate, _gate),
     special_ops.HeadNormOp: Translation(lambda op: isinstance(op.norm, CppNorm), _head_norm),
+    special_ops.MultiplyOp: Translation(lambda op: True, _multiply),
     special_ops.PositionScaleOp: Translation(lambda op: True, _position_scale),
     special_ops.SplitLatentOp: Translation(lambda op: isinstance(op.key_norm, CppNorm), _split_latent),
     special_ops.HeadLinearOp: Translation(

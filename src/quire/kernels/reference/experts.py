@@ -10,10 +10,12 @@ from quire.kernels.layers import Expert, ExpertSplit, Linear, Routing
 LEAST_SUM = 1e-20  # added to a sum of sigmoids, so that no weight is 0 / 0
 
 
-def route(routing: Routing, scores: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    routing: Routing, scores: Tensor, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return experts int64 and their weights float32, each [num_rows, num_places], what they are chosen by descending.
 
-    scores: float32 [num_rows, num_scores]. bias: float32 [num_experts]. A shared expert has the last place.
+    scores: float32 [num_rows, num_scores]. bias, scales: float32 [num_experts]. A shared expert has the last place.
     """
     routed = scores[:, :-1] if routing.has_shared and routing.is_shared_scored else scores
     if routing.is_by_score:
@@ -30,6 +32,8 @@ def route(routing: Routing, scores: Tensor, bias: Tensor | None = None) -> tuple
             weights = weights / (weights.sum(dim=1, keepdim=True) + LEAST_SUM)
     if routing.factor != 1:
         weights = weights * routing.factor
+    if scales is not None:
+        weights = weights * scales[chosen]
     if not routing.has_shared:
         return chosen, weights
     shared = torch.full_like(chosen[:, :1], routed.shape[1])
@@ -52,20 +56,21 @@ class TorchExperts:
     """A mixture of experts in PyTorch, an expert at a time: the meaning that every other one must match.
 
     router: a layer with float32 results, a score for each of `experts`. split: of the experts' layers; None: whole.
-    bias: of the choice, float32 [num_experts].
+    bias: of the choice, scales: of the weights of experts; float32 [num_experts].
     """
 
     def __init__(
         self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | None = None, scales: Tensor | None = None,
     ) -> None:  # fmt: skip
         self._router, self._experts, self._routing, self._split = router, tuple(experts), routing, split
-        self._bias = bias
+        self._bias, self._scales = bias, scales
         self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, scored: Tensor | None = None) -> Tensor:
         """Compute all rows of each expert that is used."""
-        chosen, weights = route(self._routing, self._router(x), self._bias)
+        scores = self._router(x if scored is None else scored)
+        chosen, weights = route(self._routing, scores, self._bias, self._scales)
         num_outputs = x.shape[1] if self._split is None else self._split.num_outputs
         results = torch.empty(*chosen.shape, num_outputs)  # [num_rows, num_places, num_outputs]
         for number in sorted(set(chosen.flatten().tolist())):

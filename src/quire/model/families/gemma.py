@@ -3,7 +3,7 @@
 Gemma 2 adds norms on the outputs of sublayers, softcaps, and windows in every other layer; Gemma 3 norms on query and
 key in place of softcaps, and windows in five of six layers, with rotary embeddings of their own. In Gemma 4 layers
 without a window have heads of their own, the last layers may read the caches of earlier ones, and there may be
-embeddings by layer; norms have plain weights.
+embeddings by layer, or experts beside each feed-forward; norms have plain weights.
 """
 
 import math
@@ -16,11 +16,15 @@ from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.llama import llama
 from quire.model.rope import PROPORTIONAL, rotary_of_layer_type
 from quire.model.spec import (
+    MAX_EXPERTS,
     Activation,
     Attention,
     DecoderSpec,
+    ExpertNames,
+    Experts,
     FeedForward,
     LayerInput,
+    StackedTensor,
     WeightMap,
 )
 
@@ -47,6 +51,7 @@ AROUND = replace(
     feed_forward_output_norm="post_feedforward_layernorm",
 )
 
+_GATE, _UP, _DOWN = (f"experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
 GEMMA4_WEIGHTS = replace(
     AROUND,
     layer_scale="layer_scalar",
@@ -56,6 +61,16 @@ GEMMA4_WEIGHTS = replace(
     layer_gate="per_layer_input_gate",
     layer_out="per_layer_projection",
     layer_output_norm="post_per_layer_input_norm",
+    experts=ExpertNames(
+        router="router.proj",
+        expert_in=(_GATE, _UP),
+        expert_out=_DOWN,
+        stacked=(
+            StackedTensor("experts.gate_up_proj", (f"{_GATE}.weight", f"{_UP}.weight")),
+            StackedTensor("experts.down_proj", (f"{_DOWN}.weight",)),
+        ),
+    ),
+    renamed={"router.scale": "router.scale.weight"},
 )
 
 
@@ -92,10 +107,9 @@ def gemma3_text(config: ConfigReader) -> DecoderSpec:
 
 
 def gemma4_text(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of a Gemma 4 for text: heads by layer, caches and embeddings of layers."""
+    """Return the spec of a Gemma 4 for text: heads by layer, caches and embeddings of layers, experts."""
     config.reject("use_bidirectional_attention", "vision", why="attention is causal")
     config.reject("mlp_bias", False, why="its feed-forwards have no biases")
-    config.reject("enable_moe_block", False, why="experts beside a feed-forward (26B-A4B) are not computed")
     for key, default in {**GEMMA4_SIZES, "tie_word_embeddings": True}.items():
         config = config.with_default(key, default)
     activation = config.choice("hidden_activation", ACTIVATIONS, default="gelu_pytorch_tanh")
@@ -105,6 +119,7 @@ def gemma4_text(config: ConfigReader) -> DecoderSpec:
     layers, num_shared = list(spec.layers), config.size("num_kv_shared_layers", 0, least=0, limit=num_layers - 1)
     own = [_own_attention(config, spec, index, kind) for index, kind in enumerate(types)]
     has_wide = config.flag("use_double_wide_mlp", False)
+    has_experts = config.flag("enable_moe_block", False)
     for index, attention in enumerate(own):
         feed_forward = layers[index].feed_forward
         assert isinstance(feed_forward, FeedForward)
@@ -119,8 +134,9 @@ def gemma4_text(config: ConfigReader) -> DecoderSpec:
             if has_wide:
                 feed_forward = replace(feed_forward, size=2 * feed_forward.size)
         layers[index] = replace(
-            layers[index], mixer=attention, feed_forward=feed_forward, norm_position="around", has_scale=True
-        )
+            layers[index], mixer=attention, feed_forward=feed_forward, norm_position="around", has_scale=True,
+            experts_beside=_experts_beside(config, activation) if has_experts else None,
+        )  # fmt: skip
     size = config.size("hidden_size_per_layer_input", HEAD_DIM, least=0)
     layer_input = None
     if size:
@@ -175,6 +191,14 @@ def _shared_layer(config: ConfigReader, types: Sequence[str], num_own: int, inde
             f"of the first {num_own} layers is"
         )
     return found[-1]
+
+
+def _experts_beside(config: ConfigReader, activation: Activation) -> Experts:
+    num_experts = config.size("num_experts", limit=MAX_EXPERTS)
+    return Experts(
+        num_experts, config.size("top_k_experts", limit=num_experts),
+        FeedForward(config.size("moe_intermediate_size"), activation), is_normalized=True, has_scales=True,
+    )  # fmt: skip
 
 
 def _gemma4_weights(num_layers: int, num_shared: int) -> WeightMap:

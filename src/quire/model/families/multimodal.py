@@ -100,7 +100,8 @@ def gemma4(config: ConfigReader) -> DecoderSpec:
     """Return the spec of the text model in a Gemma 4."""
     own = gemma4_text(text_config(config, {}))
     spec, names = within(own), own.weights
-    return replace(spec, weights=replace(spec.weights, skipped=(*names.skipped, *GEMMA4_SKIPPED)))
+    skipped, renamed = (*names.skipped, *GEMMA4_SKIPPED), names.renamed
+    return replace(spec, weights=replace(spec.weights, skipped=skipped, renamed=renamed))
 
 
 def mistral3(config: ConfigReader) -> DecoderSpec:
