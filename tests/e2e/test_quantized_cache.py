@@ -116,7 +116,7 @@ def test_number_that_is_not_finite_is_its_request_s_fault(tmp_path: Path) -> Non
     for kv_dtype in QUANTIZED:
         with LLM(folder, kv_cache_dtype=kv_dtype, dtype="float32") as llm:
             (alone,) = llm.generate([[4, 5, 6]], params, use_tqdm=False)
-            llm._engine.model._embedding.tokens[7] = torch.inf  # type: ignore[attr-defined]
+            llm._engine.model.embedding.tokens[7] = torch.inf  # type: ignore[attr-defined]
             good, bad = llm.stream([[4, 5, 6]], params), llm.stream([[4, 7, 6]], params)
             with pytest.raises(RequestFailedError, match="NaN"):
                 list(bad)

@@ -31,7 +31,7 @@ def write_adapter(
     with safe_open(model / "model.safetensors", framework="pt") as file:
         for name in sorted(file.keys()):
             module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] not in targets:
+            if module.rpartition(".")[2] not in targets or module.startswith("mtp."):  # peft's model has no such head
                 continue
             out_features, in_features = file.get_slice(name).get_shape()
             own = next((each for end, each in ranks.items() if module.endswith(f".{end}")), rank)
