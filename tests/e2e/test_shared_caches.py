@@ -111,7 +111,7 @@ def test_disk_tier_and_sleep_keep_the_caches_that_there_are(model: Path, tmp_pat
 
 
 def test_adapters_change_all_of_its_modules_alone_and_beside_others(tmp_path: Path) -> None:
-    model = write_random_folder(tmp_path / "model", CONFIG | {"enable_moe_block": False})
+    model = write_random_folder(tmp_path / "model", CONFIG)
     targets = (*ALL, "per_layer_input_gate", "per_layer_projection")
     adapter = LoRARequest("all", 1, str(write_adapter(tmp_path / "adapter", model, 1, targets=targets, size=0.3)))
     prompts, params = asked()[0][:4], SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)

@@ -31,7 +31,8 @@ def write_adapter(
     with safe_open(model / "model.safetensors", framework="pt") as file:
         for name in sorted(file.keys()):
             module = name.removesuffix(".weight")
-            if module.rpartition(".")[2] not in targets or module.startswith("mtp."):  # peft's model has no such head
+            is_read = not module.startswith("mtp.") and ".experts." not in module   # as modules of peft's model
+            if module.rpartition(".")[2] not in targets or not is_read:
                 continue
             out_features, in_features = file.get_slice(name).get_shape()
             own = next((each for end, each in ranks.items() if module.endswith(f".{end}")), rank)
