@@ -279,6 +279,26 @@ def test_other_secret_is_refused(pair: Pair, caplog: pytest.LogCaptureFixture) -
     consumer.net.close()
 
 
+def test_close_ends_a_connection_that_is_just_being_made(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    producer, _ = pair
+    proven = threading.Event()
+
+    def wait_for_close(connection: socket.socket) -> None:  # between the proof of the secret and the first read
+        proven.set()
+        peer._is_closing.wait()
+        peer._has_ended.wait()
+
+    monkeypatch.setattr("quire.engine.kv_consumer.keep_alive", wait_for_close)
+    consumer = Consumer(producer.port)
+    (peer,) = consumer.net._peers.values()
+    proven.wait()
+    closing = threading.Thread(target=consumer.net.close, daemon=True)
+    closing.start()
+    closing.join(10.0)
+    assert not closing.is_alive()
+    wait_until(lambda: producer.net.num_consumers == 1)  # the other consumer's
+
+
 # --- hostile producers ----------------------------------------------------------------------------------------------
 
 Misbehave = Callable[[Channel, ReadBlocks], object]

@@ -424,6 +424,9 @@ class _Peer:
             raw.close()
             raise
         self._has_ended.clear()
+        if self._is_closing.is_set():  # `close` may have set before what was cleared now
+            connection.close()
+            return
 
         def end() -> None:
             self.connection = None
