@@ -426,7 +426,7 @@ LATENT: dict[str, object] = {
         ({"rope_theta": -1}, "rope_theta must be a number from 1e-30 to 1e"),
         ({"rope_theta": 10**400}, "rope_theta must be a number from 1e-30 to 1e.*, got an integer of 30 digits"),
         ({"rope_theta": 1e-300}, "rope_theta must be a number from"),
-        ({"rope_scaling": {"rope_type": "ntk"}}, "rope_type must be one of default, .* 'ntk'"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope_type must be one of default, .*, proportional, got 'ntk'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor must be a list of 4 numbers, got None"),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 1, 1, 0], "long_factor": [1] * 4}},
@@ -492,7 +492,7 @@ def test_flipped_bytes_load_or_end_in_a_model_error(
 ) -> None:
     folder = write_llama()
     whole = (folder / name).read_bytes()
-    header_bytes = min(len(whole), 1200)  # of the weights, the part that says what is where
+    header_bytes = min(len(whole), 1200)  # the part of the file that says what is where
     rng = random.Random(4)
     num_refused = 0
     for _ in range(150):

@@ -19,7 +19,6 @@ from quire.model.spec import Rotary, SpecError
 
 POSITIONS_AT_ONCE = 1 << 11  # some milliseconds, which a step takes longer when a sequence reaches new ones
 DEFAULT_THETA = 10_000.0
-PROPORTIONAL = "proportional"
 
 
 def rotary_table(frequencies: Array, num_positions: int, scale: float = 1.0) -> Array:
@@ -103,14 +102,17 @@ def rotary_from_config(
     partial: the default of `partial_rotary_factor`, the fraction of a head's dimensions that is rotated; None: all are.
     """
     rope = _rope_section(config, max_position_embeddings)
-    if rope.raw("rope_type") == PROPORTIONAL:
-        return _proportional(rope, head_dim, max_position_embeddings)
+    read = rope.choice("rope_type", SCALINGS, default="default")
+    if read is not _proportional:
+        head_dim = _rotated_dim(rope, head_dim, partial)
+    return read(rope, Rotary(head_dim, rope.number("rope_theta", DEFAULT_THETA), max_position_embeddings))
+
+
+def _rotated_dim(rope: ConfigReader, head_dim: int, partial: float | None) -> int:
     if partial is None:
         rope.reject("partial_rotary_factor", 1, why="all dimensions of a head are rotated")
-    else:
-        head_dim = int(head_dim * rope.number("partial_rotary_factor", partial))
-    read = rope.choice("rope_type", SCALINGS, default="default")
-    return read(rope, Rotary(head_dim, rope.number("rope_theta", DEFAULT_THETA), max_position_embeddings))
+        return head_dim
+    return int(head_dim * rope.number("partial_rotary_factor", partial))
 
 
 def rotary_of_layer_type(
@@ -153,15 +155,14 @@ def _default(rope: ConfigReader, rotary: Rotary) -> Rotary:
     return rotary
 
 
-def _proportional(rope: ConfigReader, head_dim: int, max_position_embeddings: int) -> Rotary:
+def _proportional(rope: ConfigReader, rotary: Rotary) -> Rotary:
     """All pairs of a head, but only the first ones turn, with the frequencies that they have where all do (Gemma 4)."""
     part = rope.number("partial_rotary_factor", 1.0)
     if part > 1:
         raise rope.error(f"partial_rotary_factor must be a number up to 1, got {part}")
-    num_pairs, num_turning = head_dim // 2, int(part * head_dim // 2)
+    num_pairs, num_turning = rotary.head_dim // 2, int(part * rotary.head_dim // 2)
     divisors = (1.0,) * num_turning + (math.inf,) * (num_pairs - num_turning)
-    theta, factor = rope.number("rope_theta", DEFAULT_THETA), rope.number("factor", 1.0)
-    return Rotary(head_dim, theta, max_position_embeddings, factor, divisors=divisors)
+    return replace(rotary, factor=rope.number("factor", 1.0), divisors=divisors)
 
 
 def _linear(rope: ConfigReader, rotary: Rotary) -> Rotary:
@@ -255,6 +256,7 @@ SCALINGS: dict[str, Callable[[ConfigReader, Rotary], Rotary]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }
 
 

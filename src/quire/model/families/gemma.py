@@ -14,7 +14,7 @@ from functools import partial
 from quire.model.config_reader import LAYER_TYPES, MAX_HEAD_DIM, ConfigReader
 from quire.model.llama import WEIGHTS as LLAMA_WEIGHTS
 from quire.model.llama import llama
-from quire.model.rope import PROPORTIONAL, rotary_of_layer_type
+from quire.model.rope import rotary_of_layer_type
 from quire.model.spec import (
     MAX_EXPERTS,
     Activation,
@@ -42,7 +42,7 @@ GEMMA4_SIZES = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": HEAD_DIM, "max_position_embeddings": 131_072,
 }  # fmt: skip
 GEMMA4_WINDOW = 512
-FULL_ROPE = {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": FULL_THETA}
+FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": FULL_THETA}
 INNER: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 AROUND = replace(
     LLAMA_WEIGHTS,
