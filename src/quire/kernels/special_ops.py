@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quire.kernels.delta_net import DeltaNetSpec, DeltaRule, Gate
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.linear_weight import Table
-from quire.kernels.mamba import Mamba, MambaSpec
+from quire.kernels.mamba import MambaRule, MambaSpec
 from quire.kernels.paged_attention import Heads
 from quire.kernels.program import Activations, LayerInputs, Names
 from quire.kernels.short_conv import Convolve, ShortConvSpec
@@ -30,8 +30,8 @@ class ExpertsOp:
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        x = activations[self.x]
-        activations[self.out] = self.experts(x) if self.scored is None else self.experts(x, activations[self.scored])
+        scored = None if self.scored is None else activations[self.scored]
+        activations[self.out] = self.experts(activations[self.x], scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class MultiplyOp:
     y: str
     first: int
     width: int
-    num_columns: int  # of y
+    num_columns: int  # y's
 
     reads = Names("x", "y")
     writes = Names("x")
@@ -198,7 +198,7 @@ class MambaOp:
     name: str
     layer: int                  # index of the states
     spec: MambaSpec
-    compute: Mamba
+    compute: MambaRule
     x: str
     out: str
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.core.errors import ModelError
 from quire.core.image_processing import (
@@ -108,28 +108,18 @@ def image_settings_of(
     source: ModelSource, vision: VisionSpec, limits: PixelLimits
 ) -> ImageSettings | None:
     """Return the settings of a model's image processor; None, and a line in the log, if its files have none."""
+    sizes: dict[str, Any] = {"image_token_id": vision.image_token_id, "patch_size": vision.patch_size}
     try:
-        if vision.tiles is not None:
-            return settings_of_tiles(
-                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-                patch_size=vision.patch_size, size=vision.tiles.size, sizes=vision.tiles.sizes,
-                most_tiles=vision.tiles.most,
-            )  # fmt: skip
+        given = *source.image_processor(), vision.family
+        if (tiles := vision.tiles) is not None:
+            return settings_of_tiles(*given, **sizes, size=tiles.size, sizes=tiles.sizes, most_tiles=tiles.most)
+        sizes["pool"] = vision.pool
         if vision.has_row_ends:
-            return settings_of_bounded_size(
-                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-                patch_size=vision.patch_size, pool=vision.pool,
-            )  # fmt: skip
+            return settings_of_bounded_size(*given, **sizes)
         if vision.merging is not None:
-            return settings_of_any_size(
-                *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-                patch_size=vision.patch_size, pool=vision.pool, num_frames=vision.merging.num_frames, limits=limits,
-            )  # fmt: skip
-        return image_settings(
-            *source.image_processor(), vision.family, image_token_id=vision.image_token_id,
-            image_size=vision.image_size, patch_size=vision.patch_size, pool=vision.pool,
-            num_extra=int(vision.keeps_class_token),
-        )  # fmt: skip
+            return settings_of_any_size(*given, **sizes, num_frames=vision.merging.num_frames, limits=limits)
+        num_extra = int(vision.keeps_class_token)
+        return image_settings(*given, **sizes, image_size=vision.image_size, num_extra=num_extra)
     except ModelError as error:
         log.warning("images of requests are refused: %s", error)
         return None

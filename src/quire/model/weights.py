@@ -39,7 +39,7 @@ class ReadTally:
 
     num_parameters: int = 0
     weight_bytes: int = 0  # as kept in memory
-    table_bytes: int = 0   # those of a table of embeddings that is no head
+    table_bytes: int = 0   # part of them: a table of embeddings that is no head
     kept: list[Linear | StoredTable | Array] = field(default_factory=list)
     frequencies: dict[Rotary, Array] = field(default_factory=dict)
 
@@ -304,8 +304,6 @@ class WeightReader:
         """Return a mixture of experts. The router is of floats, whatever the weight format; its scores are float32."""
         scores = self.linear(shapes.router, dtype=self._library.dtype("float32"), weight_format=DenseFormat())
         bias, scales = (None if each is None else self.vector(each) for each in (shapes.bias, shapes.scales))
-        if scales is None:
-            return self.back_end.experts(scores, experts, routing, split, bias)
         return self.back_end.experts(scores, experts, routing, split, bias, scales)
 
     def kv_scales(self, shape: LinearShape) -> KVScales:

@@ -26,8 +26,9 @@ class TritonExperts:
 
     def __init__(
         self, router: Linear, experts: Sequence[Expert], routing: Routing, split: ExpertSplit | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | None = None, scales: Tensor | None = None,
     ) -> None:  # fmt: skip
+        assert scales is None, "experts with scales, `back_end.require` refuses them"
         self.num_bytes = router.num_bytes + sum(layer.num_bytes for expert in experts for layer in expert)
         self._router, self._routing, self._split, self._bias = router, routing, split, bias
         self._shared = experts[-1] if routing.has_shared else None
@@ -35,8 +36,9 @@ class TritonExperts:
         layers_in, layers_out = zip(*experts[: self._num_routed], strict=True)
         self._in, self._out = _StackedLayer(layers_in), _StackedLayer(layers_out)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, scored: Tensor | None = None) -> Tensor:
         """Compute all rows of all experts in two grouped products."""
+        assert scored is None, "a router of another activation, `back_end.require` refuses it"
         num_rows, num_chosen = len(x), self._routing.num_chosen
         if not num_rows:
             return torch.empty_like(x)

@@ -49,22 +49,22 @@ WEIGHTS = replace(
     mamba_norm="mamba.norm",
     mamba_out="mamba.out_proj",
 )
-_GATE, _UP, _DOWN = (f"block_sparse_moe.experts.{{expert}}.{name}.weight" for name in ("gate", "up", "down"))
+_GATE, _UP, _DOWN = (f"block_sparse_moe.experts.{{expert}}.{name}" for name in ("gate", "up", "down"))
 GRANITE_WEIGHTS = replace(
     WEIGHTS,
     feed_forward_in=("shared_mlp.input_linear",),
     feed_forward_out="shared_mlp.output_linear",
     experts=ExpertNames(
         router="block_sparse_moe.router.layer",
-        expert_in=(_GATE.removesuffix(".weight"), _UP.removesuffix(".weight")),
-        expert_out=_DOWN.removesuffix(".weight"),
+        expert_in=(_GATE, _UP),
+        expert_out=_DOWN,
         shared_in=("shared_mlp.input_linear",),
         shared_out="shared_mlp.output_linear",
         stacked=(
-            StackedTensor("block_sparse_moe.input_linear.weight", (_GATE, _UP)),
-            StackedTensor("block_sparse_moe.output_linear.weight", (_DOWN,)),
-            StackedTensor("block_sparse_moe.experts.gate_up_proj", (_GATE, _UP)),
-            StackedTensor("block_sparse_moe.experts.down_proj", (_DOWN,)),
+            StackedTensor("block_sparse_moe.input_linear.weight", (f"{_GATE}.weight", f"{_UP}.weight")),
+            StackedTensor("block_sparse_moe.output_linear.weight", (f"{_DOWN}.weight",)),
+            StackedTensor("block_sparse_moe.experts.gate_up_proj", (f"{_GATE}.weight", f"{_UP}.weight")),
+            StackedTensor("block_sparse_moe.experts.down_proj", (f"{_DOWN}.weight",)),
         ),
         stacked_names={"block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight"},
     ),
@@ -196,7 +196,7 @@ NEMOTRON_WEIGHTS = WeightMap(
     ),
     skipped=("mtp.",),
 )
-NEMOTRON_LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of a pattern, of a list
+NEMOTRON_LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # pattern: list
 NEMOTRON_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
 NEMOTRON_ACTIVATIONS: dict[str, Activation] = {"relu2": "relu2"}
 

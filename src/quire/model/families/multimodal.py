@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from quire.core.image_processing import MAX_EDGE
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
 from quire.model.families.deepseek import mistral4
 from quire.model.families.gemma import gemma3_text, gemma4_text
@@ -76,7 +77,7 @@ ONEVISION_SIZES = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26, "num_attention_heads": 16,
     "image_size": 384, "patch_size": 14, "num_channels": 3,
 }  # fmt: skip
-MAX_SIZES, MAX_EDGE = 64, 4096
+MAX_SIZES = 64
 CLIP, PIXTRAL = "clip_vision_model", "pixtral"
 GATED: dict[str, Activation] = {"gelu": "gelu_and_mul", "silu": "silu_and_mul"}
 RENAMED = {
