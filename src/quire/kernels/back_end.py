@@ -14,7 +14,7 @@ from quire.kernels.delta_net import DeltaRule, Gate
 from quire.kernels.kv_cache import CacheLayout, CopyBlocks
 from quire.kernels.layers import ExpertLayer, Linear, Norm
 from quire.kernels.low_rank import Up
-from quire.kernels.mamba import Mamba
+from quire.kernels.mamba import MambaRule
 from quire.kernels.paged_attention import Attend, AttentionBackEnd, WriteKV
 from quire.kernels.program import AttentionOp, Op, Program, RotaryWriteOp
 from quire.kernels.sampling import SamplingOps
@@ -52,7 +52,7 @@ class BackEnd:
     copy_blocks: CopyBlocks
     short_conv: Convolve
     delta_net: DeltaRule
-    mamba: Mamba
+    mamba: MambaRule
     gate: Gate
     norm: Callable[[Tensor, Tensor | None, float, bool, float | None], Norm]
     embed: Callable[..., Tensor]

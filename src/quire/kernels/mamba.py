@@ -64,4 +64,4 @@ class MambaSpec:
 
 # spec, x [num_tokens, width + inputs] of gates, values, keys, queries and time steps, context_lens [num_seqs] int32,
 # states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32, and rows: as `quire.kernels.reference.mamba`
-Mamba = Callable[[MambaSpec, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
+MambaRule = Callable[[MambaSpec, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]

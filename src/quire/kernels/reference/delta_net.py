@@ -4,6 +4,7 @@ Each token is computed by ops of the same shapes, so that its bits do not depend
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -33,13 +34,9 @@ def delta_net(
     norm_weight * o / rms(o) * silu(z), o and o / rms(o) rounded to x's dtype. All else is float32.
     """
     inputs = torch.cat([x[:, : spec.heads.channels], rates], dim=1)
-
-    def token(state: Tensor, window: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return _token(spec, state, window)
-
-    heads_out = computed_over_states(spec, token, inputs, context_lens, states, query_starts, rows).to(x.dtype)
+    heads_out = computed_over_states(spec, partial(_token, spec), inputs, context_lens, states, query_starts, rows)
     out = x.new_empty(len(x), spec.heads.width)
-    for row, own in enumerate(heads_out):
+    for row, own in enumerate(heads_out.to(x.dtype)):
         out[row] = _gated_norm(spec, own, x[row, spec.heads.channels :]).to(x.dtype)
     return out
 

@@ -23,7 +23,7 @@ def route(
         is_over_chosen = routing.is_normalized
         weights = routed.gather(1, chosen).softmax(dim=1) if is_over_chosen else routed.softmax(dim=1).gather(1, chosen)
     else:
-        # In float64, for PyTorch's sigmoid has other last bits in the elements behind its last whole vector.
+        # Sigmoids in float64: PyTorch's has other last bits in the elements behind its last whole vector.
         shares = routed.double().sigmoid().float() if routing.is_sigmoid else routed.softmax(dim=1)
         keys = _in_kept_groups(routing, shares if bias is None else shares + bias)
         chosen = keys.sort(dim=1, descending=True, stable=True).indices[:, : routing.num_chosen]

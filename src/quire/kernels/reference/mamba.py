@@ -1,5 +1,7 @@
 """Mamba-2 in PyTorch, a token at a time: the meaning that every back end must match."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -20,11 +22,7 @@ def mamba(
     each group's heads, what is divided rounded to x's dtype. All else is float32.
     """
     width, inputs = spec.heads.width, x[:, spec.heads.width :]
-
-    def token(state: Tensor, window: list[Tensor]) -> tuple[Tensor, Tensor]:
-        return _token(spec, state, window)
-
-    heads_out = computed_over_states(spec, token, inputs, context_lens, states, query_starts, rows)
+    heads_out = computed_over_states(spec, partial(_token, spec), inputs, context_lens, states, query_starts, rows)
     out = x.new_empty(len(x), width)
     for row, values in enumerate(heads_out):
         out[row] = _gated_norm(spec, values.flatten().to(x.dtype).float(), x[row, :width].float(), x.dtype)
