@@ -22,7 +22,7 @@ from quire.engine.engine import Engine
 from quire.engine.options import EngineOptions
 from without_model import request_of
 
-VOCAB_SIZE = 256  # of the random scores: enough for long tails
+VOCAB_SIZE = 256  # random scores: enough for long tails
 
 
 class Lengths(NamedTuple):

@@ -38,7 +38,7 @@ SPEC = AttentionSpec(Heads(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), HEAD_DIM**-0.5)
 DECODES = [(1, 2048), (1, 8192), (1, 32768), (8, 2048), (8, 8192), (32, 2048), (32, 4096), (32, 8192)]  # batch, context
 DENSE = (896, 9728)  # inputs and outputs of the dense layer beside a chunk
 GENERATOR = np.random.default_rng(0)
-CACHE_MIB = 256  # of all layers' caches together, more than most last-level caches hold
+CACHE_MIB = 256  # all layers' caches together, more than most last-level caches hold
 
 
 def random_values(shape: tuple[int, ...], dtype: DType) -> Array:

@@ -38,8 +38,8 @@ from quire.model.loader import build_decoder
 from quire.model.weight_format import ModuleRows
 
 WIDTH, INNER, NUM_EXPERTS, NUM_CHOSEN, VOCAB_SIZE = 2048, 768, 128, 8, 151_936
-MANY_ROWS = 512  # of a dense layer, whose rate is the floor of arithmetic
-NUM_INPUTS = 8   # that are taken in turns, as each chooses other experts
+MANY_ROWS = 512  # a dense layer's; its rate is the floor of arithmetic
+NUM_INPUTS = 8   # taken in turns, as each chooses other experts
 NAMES = {"bfloat16": "bfloat16", "int8": "int8 in groups of 128", "int4": "int4 in groups of 128"}
 A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": WIDTH, "intermediate_size": 6144,

@@ -40,7 +40,7 @@ NOTHING_YET = "no card yet"
 MODEL = ROOT / "src/quire/model/demo"
 NUM_TOKENS, NUM_LOGPROBS = 48, 8
 MARGINS = {"float32": 1e-3, "bfloat16": 0.1}  # errors of a logit, as in tests/support/margin.py
-QUANTIZED_MARGIN = 0.5                        # of keys and values in 8 bits, whose reference has 16
+QUANTIZED_MARGIN = 0.5                        # for keys and values in 8 bits: the reference has 16
 DTYPES, GREEDY = tuple(MARGINS), {"temperature": 0.0}
 DRAWN = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 7}
 BEGINNINGS = (
@@ -151,7 +151,7 @@ def run_step(step: Step, limit_s: float, page: Path, *, is_imitated: bool) -> Re
             os.killpg(process.pid, signal.SIGKILL)  # what it has started, too, or the next step finds the card in use
         process.wait()
     lines = [line.strip(" =") for line in output.read_text(errors="replace").splitlines() if line.strip(" =.")]
-    counts = [line for line in lines if re.search(r"\d (passed|failed|error)", line)]  # of pytest, before other reports
+    counts = [line for line in lines if re.search(r"\d (passed|failed|error)", line)]  # pytest's, before other reports
     line = (counts or lines or ["nothing was printed"])[-1]
     return Result(status, time.monotonic() - started_s, line[:200].replace("|", "/"))
 

@@ -55,7 +55,7 @@ from quire.kernels.triton.triton_norm import TritonNorm  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs/gpu.md"
 BEGIN, END = "<!-- figures of bench/gpu.py -->", "<!-- end of figures -->"
-BUDGET_S = 440.0  # of the 8 minutes; what has not begun by then is left out, and said so; so what shows most is first
+BUDGET_S = 440.0  # 8 minutes at most; what has not begun by then is left out, and said so; so what shows most is first
 HEAD_START = 3_000_000  # cycles, some 2 ms, that the device spins while the host puts in line what is to be timed
 MODEL_WIDTH = 64 if DRY_RUN else 4096
 DEVICE = torch.device("cpu" if DRY_RUN else "cuda")

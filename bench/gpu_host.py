@@ -37,7 +37,7 @@ CHUNK = 32  # tokens of a prompt beside the decodes
 def worker_with_graphs(device: Device, compute: StepCompute, max_num_batched_tokens: int) -> AsyncCudaExecutor:
     """Return the executor of a GPU whose graphs, all captured at start, compute nothing."""
     worker = CudaWorker(compute)
-    hidden = torch.zeros(MIXED_TOKENS[-1], 8)  # of any width: nothing reads them
+    hidden = torch.zeros(MIXED_TOKENS[-1], 8)  # any width: nothing reads them
 
     def capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
         result = call()

@@ -37,9 +37,9 @@ class Variant:
 
     name: str = "as in the figure"
     sequence_s: float = PAPER_SEQUENCE_S
-    is_per_request: bool = False           # that time counts once for all sequences of a request
+    is_per_request: bool = False           # the time counts once for all sequences of a request
     copies_are_free: bool = False
-    attention_factor: float = 1.23         # of the paged kernel
+    attention_factor: float = 1.23         # the paged kernel's
     make: Make | None = None               # so many requests; None: the point's workload
 
 

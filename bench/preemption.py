@@ -31,7 +31,7 @@ class Turn:
 
     kind: str
     seconds: float
-    preemptions: list[int]      # of each request
+    preemptions: list[int]      # each request's
     recomputed_tokens: int
     swapped_blocks: int         # out
 

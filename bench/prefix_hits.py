@@ -63,7 +63,7 @@ class Workload(NamedTuple):
     num_requests: int
     num_prompt_tokens: int
     num_tokens: int             # with the answers
-    longest: int                # of a request with its answer
+    longest: int                # a request with its answer
     most_found: int             # tokens
     most_spans: float | None    # the share of hash ids, of a trace
     spans_with_room: Callable[[int], float | None]  # the share of hash ids that a plain list of so many ids finds
@@ -76,9 +76,9 @@ class Run:
     workload: str
     pool_gib: float | None      # None: everything fits
     num_blocks: int
-    hit_rate: float             # of prompt tokens
+    hit_rate: float             # share of prompt tokens
     most_possible: float
-    hit_rate_spans: float | None        # of hash ids: what the data's README gives
+    hit_rate_spans: float | None        # share of hash ids: what the data's README gives
     most_possible_spans: float | None
     plain_list_spans: float | None
     evicted_blocks: int

@@ -18,7 +18,7 @@ import numpy as np
 import typer
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-STD = 0.02              # of weights
+STD = 0.02              # standard deviation of weights
 CHUNK_BYTES = 64 << 20
 F32, Q4_0, Q6_K, Q8_0 = (GGMLQuantizationType[name] for name in ("F32", "Q4_0", "Q6_K", "Q8_0"))
 Value = int | float | Sequence[int]
@@ -38,7 +38,7 @@ class Model(NamedTuple):
 
     architecture: str
     metadata: Mapping[str, Value]
-    layers: Sequence[Shapes]       # by layer: name -> shape, without `blk.N.` and `.weight`
+    layers: Sequence[Shapes]       # one for each layer: name -> shape, without `blk.N.` and `.weight`
     ends: Shapes                   # tensors beside the layers
     type: GGMLQuantizationType
     floats: frozenset[str] = frozenset()  # matrices in float32

@@ -42,7 +42,7 @@ from quire_lab.sim.workloads import TraceSlice, WorkItem, open_text, trace_workl
 CHATS, TRACE = "sharegpt_sample_turns.csv.gz", "mooncake_conversation.jsonl.gz"
 MODEL, HARDWARE_NAME, LONGEST = "Llama-3.1-8B", "H100", 131_072
 RULES = get_args(Routing)
-FIRST_TOKEN, NUM_TOKENS = 300, 1500     # of a chat's random tokens: above the special ones
+FIRST_TOKEN, NUM_TOKENS = 300, 1500     # a chat's random tokens: above the special ones
 CHAT_MODEL_LEN = 2048
 
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     rule: str
     hit_rate: float
     balance: float              # computed tokens, largest over mean
-    seconds: float              # of the chats, or simulated
+    seconds: float              # the chats', or simulated
 
 
 # --- chats ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Annotated
 
 import typer
 
-KV_CACHE_MEMORY = "512MiB"  # of zeros, which take no memory until they are written to
+KV_CACHE_MEMORY = "512MiB"  # zeros take no memory until they are written to
 PROMPT = list(range(5, 13))
 ENTRY = "from quire.cli.entry import main; main()"
 OFFLINE = f"""

@@ -15,7 +15,7 @@
 namespace quire {
 namespace {
 
-constexpr long PIECE_BYTES = 1 << 20;  // in a core's cache between reading and digesting
+constexpr long PIECE_BYTES = 1 << 20;  // stays in a core's cache between reading and digesting
 constexpr int LANES = 8;               // products at once: one depends on the last of its lane alone
 constexpr std::uint64_t PRIME = 0x9E3779B185EBCA87;
 

@@ -16,7 +16,7 @@
 namespace quire::ISA {
 
 constexpr long STATE_BLOCK = 32;    // tokens that a thread convolves at a time
-constexpr long USUAL_TAPS = 4;      // of nearly all models
+constexpr long USUAL_TAPS = 4;      // nearly all models have as many
 constexpr long MAX_STATE_TAPS = 16; // quire/kernels/delta_net.py
 constexpr long MAX_SNAPSHOTS = 2;
 constexpr long SLOT_UNIT = 64;

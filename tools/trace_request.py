@@ -39,7 +39,7 @@ SLACK = 0.85  # Python 3.12 makes no call of a comprehension, a fifteenth of the
 OPTIONS = EngineOptions(num_kv_blocks=64, max_num_seqs=4)
 BODY = {"model": "quire-demo", "prompt": "def add(", "max_tokens": 2, "temperature": 0.7, "top_p": 0.9}
 HOST = "127.0.0.1"
-TURNS = 12  # of which the shortest counts: two messages may arrive in one read, or a heartbeat between them
+TURNS = 12  # the shortest counts: two messages may arrive in one read, or a heartbeat between them
 
 SOURCES = f"{Path(quire.__file__).parent}/"
 

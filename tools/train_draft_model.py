@@ -36,7 +36,7 @@ from train_demo_model import (
 )
 
 SIZES = Sizes(layers=2, heads=4, kv_heads=2, intermediate=144)  # 1.47 million parameters: 2.9 MB in bfloat16
-TEACHER_LAYERS = (0, 4)  # that the layers start from
+TEACHER_LAYERS = (0, 4)  # the layers start from them
 WINDOW, RATE = 256, 0.5  # tokens; of the learning rates of training from nothing
 
 

@@ -24,13 +24,13 @@ class Run:
     """One workload through one engine, once. The wall time ends with the last token."""
 
     wall_s: float
-    cpu_s: float  # of all its threads: what others do on the machine matters less to it
+    cpu_s: float  # all its threads': what runs beside it matters less to it
     num_prompt_tokens: int
-    least_to_compute: int  # of the prompts' tokens
+    least_to_compute: int  # least part of the prompts' tokens
     num_output_tokens: int
     latencies: dict[str, dict[str, float]]  # mean and percentiles by name
     steal_share: float
-    num_cached_tokens: int | None  # of the prompts; None: the engine does not tell
+    num_cached_tokens: int | None  # the prompts'; None: the engine does not tell
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class EngineRecord:
     load_s: list[float] = field(default_factory=list)
     peak_rss_bytes: int = 0
     idle_s: float = 0.0      # between its runs, while the others had theirs
-    idle_cpu_s: float = 0.0  # which it used all the same
+    idle_cpu_s: float = 0.0  # used all the same
     failure: str | None = None
 
 
@@ -78,7 +78,7 @@ class Contest(AbstractContextManager["Contest"]):
         self._folder = folder
         self._engines: dict[str, Engine] = {}
         self._round = 0  # no two have the same tokens
-        self._idle_since: dict[str, tuple[float, float]] = {}  # by title: the clock, the CPU seconds then
+        self._idle_since: dict[str, tuple[float, float]] = {}  # key: title; the clock, the CPU seconds then
 
     def __enter__(self) -> Self:
         return self

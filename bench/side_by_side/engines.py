@@ -24,7 +24,7 @@ from quire_lab.sim.statistics import Timeline
 from quire_lab.sim.workloads import Schedule, WorkItem
 from side_by_side.process_tree import cpu_s, end_group, peak_rss_bytes
 
-LIMIT_S = 900.0  # of a load or a run; a first load of vLLM compiles for minutes
+LIMIT_S = 900.0  # a load's or a run's; a first load of vLLM compiles for minutes
 POLL_S = 0.05
 GRACE_S = 20.0   # to end by itself
 LOG_LINES = 15
@@ -38,7 +38,7 @@ class Answers(NamedTuple):
     """Answers to a burst."""
 
     timelines: list[Timeline]
-    num_cached_tokens: int | None = None  # of the prompts, found in a prefix cache; None: the engine does not tell
+    num_cached_tokens: int | None = None  # the prompts', found in a prefix cache; None: the engine does not tell
 
 
 @dataclass(frozen=True, slots=True)

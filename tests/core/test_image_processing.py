@@ -202,7 +202,7 @@ def test_pixels_of_pixtral_are_those_of_transformers(size: dict[str, int], tmp_p
         image = noise(width, height, MODES[number % 4], seed=number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = processor(image, return_tensors="np", patch_size=14)     # of a square, as PixtralProcessor's
+            expected = processor(image, return_tensors="np", patch_size=14)     # a square's, as PixtralProcessor's
         own = prepared(as_rgb(image), settings)
         np.testing.assert_array_equal(pixel_values(settings, own), expected["pixel_values"][0], err_msg=f"{image.size}")
         assert expected["image_sizes"].tolist() == [[14 * own.grid[0], 14 * own.grid[1]]]

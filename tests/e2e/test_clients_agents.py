@@ -33,7 +33,7 @@ LENGTH = 100  # tokens that are enough for each text
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Items? .* using the `ReadOnly` qualifier:UserWarning"),
     pytest.mark.filterwarnings("ignore:Accessing the 'model_(computed_)?fields' attribute on:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),  # of its log of a chat as a response
+    pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning"),  # its log of a chat as a response
 ]
 
 

@@ -264,7 +264,7 @@ def test_batched_requests_of_a_rounded_model_have_their_bits(folder: Path, alone
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
 def test_ranks_have_the_bits_of_requests_alone(mode: str, folder: Path, alone: list[list[Answer]]) -> None:
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_mode": mode}
-    small = {"image_cache_memory": NUM_ROWS * 48 * 4}       # of one image: the others are dropped, on all ranks
+    small = {"image_cache_memory": NUM_ROWS * 48 * 4}       # one image's: the others are dropped, on all ranks
     with open_llm(folder, max_num_batched_tokens=24, enable_prefix_caching=False, **settings, **small) as llm:
         by_themselves = [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
         if mode == "gather":

@@ -51,7 +51,7 @@ async def main(moment):
     params = SamplingParams(max_tokens=2000, ignore_eos=True)
     streams = [await add(client, [i], params) for i in range(8)]
     await until(lambda: client.state.num_running == 8)
-    if moment == "in a long step":  # of a minute: a step of 16,000 tokens took 18 seconds on one core
+    if moment == "in a long step":  # as 16,000 tokens make one: 18 seconds on one core
         long = SamplingParams(max_tokens=2, ignore_eos=True)
         streams += [await add(client, [i] * 2000, long) for i in range(30)]
         num_steps = 0

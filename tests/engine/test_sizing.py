@@ -168,7 +168,7 @@ def test_each_engine_of_a_machine_has_scratch_memory_of_its_own() -> None:
     limits = ModelLimits(4096, 1024, None, scratch_bytes=scratch_bytes)
     cache, _ = size_engine(options, limits, free_bytes)
     assert cache.num_blocks == int((free_bytes - 4 * scratch_bytes) * 0.4) // 4 // (16 * 1024)
-    with pytest.raises(ConfigError, match=f"but {free_bytes - scratch_bytes} are free"):    # of one engine's own blocks
+    with pytest.raises(ConfigError, match=f"but {free_bytes - scratch_bytes} are free"):  # one engine's own blocks
         size_engine(EngineOptions(data_parallel_size=4, num_kv_blocks=4 << 16), limits, free_bytes)
 
 

@@ -12,7 +12,7 @@ from quire.kernels.cuda.cuda_attention import CUDA_ATTENTION
 from quire.kernels.reference.kv_cache import decode, encode
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().tolist()  # of e4m3 by their bits
+VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().tolist()  # e4m3's by their bits
 
 
 def nearest_e4m3(x: np.float32) -> int:

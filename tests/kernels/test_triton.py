@@ -59,7 +59,7 @@ OTHERS = [
     ((8, 4, 256), torch.bfloat16), ((8, 2, 32), torch.float32), ((32, 8, 128), torch.float32),
     ((8, 1, 128), torch.bfloat16), ((28, 4, 128), torch.bfloat16),
 ]  # fmt: skip
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # of a program
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # a program's most
 
 
 @on_one_of(90, 80, 86, 89, 100, 103, 120)

@@ -39,9 +39,9 @@ NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Te
         "Gemma3", "Gemma4", "Llava", "LlavaOnevision", "Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe",
         "Qwen3_5", "Qwen3_5Moe",
     )
-}  # of classes that are not called as the rest
+}  # names of classes that are not called as the rest
 NAMES |= {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
-CHUNKS = [7, 1, 16, 16]  # of the prompt: borders inside and between blocks of 8
+CHUNKS = [7, 1, 16, 16]  # lengths of a prompt's parts: borders inside and between blocks of 8
 TOLERANCE = 1e-4         # on logprobs, float32
 RECURRENT_TOLERANCE = 5e-4  # transformers' own two forms of a gated delta net differ by 2e-4 on these models
 

@@ -155,7 +155,7 @@ def test_file_that_fits_is_read_and_not_written(
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
     assert "written" not in caplog.text
     with caplog.at_level("INFO"):
-        load(CASES["bfloat16"], model, cpp, packed)  # by its own name
+        load(CASES["bfloat16"], model, cpp, packed)  # packed by its own name
     assert f"packed weights of {packed}: read in" in caplog.text
 
 
@@ -206,7 +206,7 @@ def test_file_of_other_settings_is_packed_again(
     assert torch.equal(logits(found), logits(load(CASES["float32"], model, cpp)))
 
 
-# Of the demo model's arrays by PACKING_VERSION, which a change that makes other bytes of the same weights raises.
+# Digests of the demo model's arrays by PACKING_VERSION: a change that makes other bytes of the same weights raises it.
 PACKED_BYTES = {
     2: {
         "float32": "6468a7fa2ccdf4dd", "int8": "81c63fb258e34151", "int4": "bd2d37183f23d7f1",

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs
 RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
 
 PROCESSOR_FILE = "preprocessor_config.json"
-NORMALIZED = {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.4]}  # by all processors of these tests
+NORMALIZED = {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.4]}  # all processors of these tests do so
 _SIZE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
 _SETTINGS = image_settings("a test", _SIZE | NORMALIZED, "llava", image_token_id=0, image_size=28, patch_size=14)
 

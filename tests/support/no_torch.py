@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "triton", "ray")
-TESTS, SOURCE = Path(__file__).parents[1], "/quire"  # in a checkout, or installed
+TESTS, SOURCE = Path(__file__).parents[1], "/quire"  # folders of a checkout, or of what is installed
 MAY_NEED_IT = (
     "kernels/reference/", "kernels/torch_arrays.py", "kernels/quantized.py", "kernels/triton/", "kernels/cuda/",
     "execution/cuda/", "engine/transformers_model/", "engine/parallel/",

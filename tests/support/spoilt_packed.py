@@ -48,7 +48,7 @@ def _change(header: Any, rng: random.Random) -> str:  # noqa: ANN401 (JSON)
     if isinstance(container, dict) and rng.random() < 0.2:
         del container[key]
         return f"no {key}"
-    others = [inner[at] for inner, at in places if at == key]  # of another record
+    others = [inner[at] for inner, at in places if at == key]  # another record's
     container[key] = json.loads(json.dumps(rng.choice(others if others and rng.random() < 0.4 else JUNK)))
     return f"{key}: {container[key]!r:.60}"
 

@@ -50,7 +50,7 @@ def test_real_templates_render_as_expected() -> None:
             got = {kind: text.replace("TemplateError: ", "Exception: ") for kind, text in got.items()}
             if name == PARTS_ALONE and conversation == "user":
                 assert (got, expected) == ({"text": "Hello, who are you?"}, {"text": ""})
-            elif expected == {"error": "TypeError: 'NoneType' object is not iterable"}:  # of a null content, empty here
+            elif expected == {"error": "TypeError: 'NoneType' object is not iterable"}:  # null contents are empty here
                 assert "get_weather" in got["text"]
             else:
                 assert got == expected, f"{name}, {conversation}"

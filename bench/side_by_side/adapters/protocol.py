@@ -31,8 +31,8 @@ class Settings:
     model: str  # folder, in the engine's own format
     num_threads: int
     prefix_caching: bool = False
-    quantization: str | None = None  # of weights, where the engine quantizes them itself
-    model_impl: str = "auto"  # of Quire
+    quantization: str | None = None  # where the engine quantizes weights itself
+    model_impl: str = "auto"  # Quire's
     load_format: str = "auto"  # "dummy": random weights for the config in the folder
     kv_cache_gib: int = 2
     max_num_seqs: int = 64
@@ -46,7 +46,7 @@ class Loaded(NamedTuple):
     run: Callable[[list[Request]], list[list[float]]]
     versions: dict[str, str]
     settings: dict[str, Any]  # what was set, in the engine's own words
-    num_cached_tokens: Callable[[], int] | None = None  # of all prompts since the start, found in a prefix cache
+    num_cached_tokens: Callable[[], int] | None = None  # all prompts' since the start, found in a prefix cache
 
 
 def obey(load: Callable[[Settings], Loaded]) -> None:

@@ -77,7 +77,7 @@ class RowDrafts(NamedTuple):
     token_ids: list[int]
 
 
-MAX_SNAPSHOTS = 2  # states that a sequence leaves behind in one step (csrc/delta_net.cpp)
+MAX_SNAPSHOTS = 2  # states that a sequence leaves behind in one step (csrc/state_piece.hpp)
 
 
 class EntryState(NamedTuple):

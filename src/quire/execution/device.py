@@ -55,7 +55,7 @@ class Device(Protocol):
     def allocate_cache(
         self, geometry: KVGeometry, num_blocks: int, block_size: int, back_end: BackEnd, num_slots: int = 0
     ) -> KVCache:
-        """Return a cache of zeros, as of `KVCache.allocate`."""
+        """Return a cache of zeros, as `KVCache.allocate` does."""
 
     def swapper(
         self, cache: KVCache, geometry: KVGeometry, num_blocks: int, back_end: BackEnd, directory: str | None,

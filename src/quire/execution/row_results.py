@@ -30,7 +30,7 @@ GRAMMAR_FIELD = "structured_outputs"  # request field at fault for a failure
 
 
 def verified(inputs: StepInputs, sampled: SampledTokens) -> tuple[dict[int, RowResult], set[int]]:
-    """Return the results of rows with drafts, as of as many single steps, and the samples behind rejected drafts."""
+    """Return the results of rows with drafts, those of single steps, and the samples behind rejected drafts."""
     first_samples = {row: index for index, row in reversed(list(enumerate(inputs.sample_rows.tolist())))}
     starts = dict(zip(inputs.rows.tolist(), inputs.starts.tolist(), strict=True))
     results, rejected = dict[int, RowResult](), set[int]()

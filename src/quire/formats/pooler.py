@@ -34,7 +34,7 @@ _KINDS: dict[str, PoolingKind] = {
 
 
 def find_pooler(runner: Runner, path: Path, spec: DecoderSpec, overrides: str = "") -> FoundPooler:
-    """Return the pooling of the model in a folder or file. `overrides`: JSON, as of `parse_overrides`.
+    """Return the pooling of the model in a folder or file. `overrides`: JSON, as in `parse_overrides`.
 
     ModelError or ConfigError names what is not supported; ModelError also for a model that is not pooled here.
     """

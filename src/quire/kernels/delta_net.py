@@ -15,8 +15,8 @@ from quire.core.arrays import dtype_name
 from quire.core.config import ELEMENT_BYTES
 from quire.kernels.tensors import Library, Tensor
 
-TILE = 16               # value dimensions that stand together in S, and the unit of heads (csrc/delta_net.cpp)
-MAX_TAPS = 16           # csrc/delta_net.cpp
+TILE = 16               # value dimensions that stand together in S, and the unit of heads (csrc/state_piece.hpp)
+MAX_TAPS = 16           # csrc/state_piece.hpp
 SLOT_UNIT = 64          # bytes: slots are multiples of it
 
 
@@ -125,9 +125,9 @@ class StateRows:
         return StateRows(*map(library.tensor, each))
 
 
-# spec, x [num_tokens, channels + width] of queries, keys, values and gates z, rates [num_tokens, 2 * num_value_heads]
-# of b and a, context_lens [num_seqs] int32, states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32, and
-# rows: as `quire.kernels.reference.delta_net`
+# spec, x [num_tokens, channels + width] with queries, keys, values and gates z, rates [num_tokens, 2 * num_value_heads]
+# with b and a, context_lens [num_seqs] int32, states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32,
+# rows: the arguments of `quire.kernels.reference.delta_net`
 DeltaRule = Callable[[DeltaNetSpec, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
 
 # x, gate, both [num_tokens, width]: x * sigmoid(gate)

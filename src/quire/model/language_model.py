@@ -43,7 +43,7 @@ class ForwardBatch:
     embeds: Embeds | None = field(default=None, kw_only=True)         # None: all are looked up
     seen_ends: Tensor | None = field(default=None, kw_only=True)      # as in AttentionMetadata
     state_rows: StateRows | None = field(default=None, kw_only=True)  # None: the model has no states
-    hidden: Tensor | None = field(default=None, kw_only=True)  # of an MTP head: [T, hidden_size], of the tokens before
+    hidden: Tensor | None = field(default=None, kw_only=True)  # for MTP heads: [T, hidden_size] of the tokens before
 
     def taken(self, library: Library) -> "ForwardBatch":
         """Return a batch of arrays as one of the library's tensors in host memory."""

@@ -474,7 +474,7 @@ class LayerBuilder:
         own_sinks = None if taken is None else [taken.query]
         sinks = None if shapes.sinks is None else weights.vector(shapes.sinks, ranges=own_sinks)
         scales = ONES
-        if self._shared.reads_kv_scales:  # those of the layer that has written the cache
+        if self._shared.reads_kv_scales:  # the layer's that has written the cache
             writer = self._index if attention.cache_layer is None else attention.cache_layer
             scales = self._whole.layer(writer).kv_scales(shapes.qkv)
         self._attend(attention, own, "attended", sinks, scales)

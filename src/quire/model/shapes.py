@@ -260,7 +260,7 @@ class DeltaNetShapes(NamedTuple):
 
     delta_in: LinearShape
     delta_rates: LinearShape
-    conv_weight: VectorShape        # of queries alone, where keys and values have tensors of their own
+    conv_weight: VectorShape        # for queries alone, where keys and values have tensors of their own
     key_conv: VectorShape | None
     value_conv: VectorShape | None
     rate: VectorShape

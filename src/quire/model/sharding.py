@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they load NumPy, and options are read without it
 
 ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
 HEAD_OPS = "qkv", "query_up", "kv_up"  # linear layers of attention that are divided by heads
-DELTA_OPS = "delta_in", "delta_rates"  # those of gated delta nets
+DELTA_OPS = "delta_in", "delta_rates"  # linear layers of gated delta nets
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
 Mode = Literal["gather", "reduce"]

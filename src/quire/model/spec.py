@@ -132,7 +132,7 @@ class WeightMap:
     delta_rate_bias: str | None = None
     delta_norm: str | None = None
     delta_out: str | None = None
-    delta_layer_norms: tuple[str, str] | None = None  # norms in front, of layers with a delta net; None: as of others
+    delta_layer_norms: tuple[str, str] | None = None  # norms in front of layers with a delta net; None: as in others
     mamba_in: str | None = None             # to gates, values, keys, queries and time steps of a Mamba-2
     mamba_conv: str | None = None           # the convolution, with its bias
     mamba_rate: str | None = None           # tensors, their whole names
@@ -142,13 +142,13 @@ class WeightMap:
     mamba_out: str | None = None
     attention_output_norm: str | None = None     # sublayers with norms around them
     feed_forward_output_norm: str | None = None
-    mtp_norms: tuple[str, str] | None = None     # of an MTP head: norms of an embedding and of a hidden state, and
+    mtp_norms: tuple[str, str] | None = None     # an MTP head's norms of an embedding and of a hidden state, and
     mtp_projection: str | None = None            # the projection of both
     layer_scale: str | None = None          # a tensor, its whole name: a number that the stream behind a layer is times
     layer_table: str | None = None          # embeddings by layer (Gemma 4), and what is projected and added to them
     layer_projection: str | None = None
     layer_projection_norm: str | None = None
-    layer_gate: str | None = None           # of a layer: the projections around its part of these, and a norm
+    layer_gate: str | None = None           # a layer's projections around its part of these, and its norm
     layer_out: str | None = None
     layer_output_norm: str | None = None
     experts: ExpertNames | None = None      # layers with experts in place of a dense feed-forward
@@ -379,7 +379,7 @@ class DeltaNet:
     is_tiled: bool = False      # value head i reads key head i % num_key_heads; else those of one are neighbours
     has_plain_rate: bool = False  # the tensor of decays is their rate times -1, else its logarithm
     max_share: float = 1.0        # 2: a token may turn around what the state holds for its key (Grazzi et al. 2025)
-    norm_eps: float | None = None  # of the results' norm; None: the model's
+    norm_eps: float | None = None  # epsilon of the results' norm; None: the model's
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
@@ -399,7 +399,7 @@ class DeltaNet:
 class Mamba:
     """A Mamba-2: a decaying state per sequence and head, behind a convolution over `taps` tokens (Dao and Gu 2024)."""
 
-    num_groups: int             # of heads, which share what their states are written and read by
+    num_groups: int             # groups of heads, which share what their states are written and read by
     num_heads: int
     state_dim: int              # width of that
     head_dim: int
@@ -501,8 +501,8 @@ class LayerInput:
     """
 
     size: int
-    num_rows: int          # of the table, for token ids
-    activation: Activation  # of the gate, which is projected from the stream
+    num_rows: int          # rows of the table, one for each token id
+    activation: Activation  # on the gate, which is projected from the stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from quire.model.weights import WeightReader
 
 
 class TiledTower:
-    """Encoder and projector of a decoder, ready to run; arguments as of `VisionTower`."""
+    """Encoder and projector of a decoder, ready to run; arguments as in `VisionTower`."""
 
     def __init__(self, spec: VisionSpec, weights: WeightReader, progress: NDArray[np.int64]) -> None:
         assert spec.tiles is not None, "images of one size"

@@ -73,7 +73,7 @@ class MemoryPlan:
     num_convolutions: int        # layers that are short convolutions
     tail_bytes: int              # their part of a block, on all ranks of a CPU
     draft_weight_bytes: int      # bytes of a draft model or an MTP head; not in `weight_bytes`
-    draft_name: str              # which of the two; empty: none
+    draft_name: str              # the draft model's, or the head's; empty: none
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_fitting: dict[int, int]  # requests at once, by their context length

@@ -17,7 +17,7 @@ from quire.cli.top.reading import (
 from quire.core.errors import ConfigError
 from support.served_page import serving
 
-Numbers = Mapping[str, float]  # of samples, with their labels
+Numbers = Mapping[str, float]  # samples, with their labels
 
 
 def reading(numbers: Numbers, at_s: float = 0.0) -> Reading:

@@ -58,7 +58,7 @@ def test_lengths_are_those_of_most_tokens_by_cost() -> None:
             lengths = taught(rate, cost)
             acceptance = float(lengths._acceptance(np.array([0]))[0])
             tokens = [sum(acceptance**i for i in range(length + 1)) for length in range(MAX_DRAFTS + 1)]
-            passes = [max(length, 1) for length in range(MAX_DRAFTS + 1)]  # of the draft model
+            passes = [max(length, 1) for length in range(MAX_DRAFTS + 1)]  # the draft model's
             costs = [float(cost(np.array([1 + i]))[0]) + 0.1 * (num - 1) for i, num in enumerate(passes)]
             rates = [each / own for each, own in zip(tokens, costs, strict=True)]
             pays = max(rates) > MIN_GAIN * rates[0]

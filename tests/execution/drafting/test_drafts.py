@@ -24,8 +24,8 @@ PARAMS = [
     SamplingParams(temperature=1.0, seed=3, min_tokens=4, logit_bias={5: 3.0}, stop_token_ids=[5], max_tokens=30),
     SamplingParams(temperature=1.0, seed=4, repetition_penalty=1.3, logprobs=0, prompt_logprobs=1, max_tokens=20),
 ]
-Force = Callable[[int, int, list[int]], None]           # of a row, from an output index on
-Outputs = dict[tuple[tuple[int, ...], int], list[int]]  # by prompt and seed of the branch
+Force = Callable[[int, int, list[int]], None]           # a row's tokens, from an output index on
+Outputs = dict[tuple[tuple[int, ...], int], list[int]]  # key: prompt and seed of the branch
 
 
 class Oracle:

@@ -197,7 +197,7 @@ def test_an_index_of_minus_one_is_none(tmp_path: Path) -> None:
     assert read(pair.folder, (DOWN, WIDTH), width=INNER).group_index is None
 
 
-PRESETS = {  # of compressed-tensors 0.20.1, with what is read of them; None: what an error says
+PRESETS = {  # all of compressed-tensors 0.20.1, with what is read of them; None: what an error says
     "UNQUANTIZED": "dense", "W4A16_ASYM": "int4", "W8A8": "int8", "INT8": "int8", "W4AFP8": "int4", "FP8": "fp8",
     "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8", "NVFP4A16": "codebook4", "NVFP4": "codebook4", "MXFP4A16": "codebook4",
     "MXFP4": "codebook4", "MXFP4XFP8": "codebook4", "MXFP6A16": "fp8", "MXFP6A8": "fp8", "MXFP8A16": "fp8",

@@ -33,7 +33,7 @@ def test_patterns_of_any_kind_match_as_pythons_do_or_are_refused(pattern: str, t
         found = matches_start(pattern, text)
     except PatternError:
         return
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of "[[", for sets in sets one day
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # it warns of "[[", for sets in sets one day
         assert found == (re.match(pattern, text) is not None)
 
 

@@ -217,7 +217,7 @@ def test_biases_of_pieces_are_those_of_their_outputs(
     x = torch.randn(9, WIDTH).to(dtype)
     set_num_threads(3)  # layers are cut into pieces
     tolerances = {torch.float32: (1e-6, 1e-6), torch.bfloat16: (8e-3, 1e-5), torch.float16: (1e-3, 1e-3)}
-    rtol, atol = tolerances[dtype]  # of float16 inner activations stay float32 in one call
+    rtol, atol = tolerances[dtype]  # float16: inner activations stay float32 in one call
     expected = TorchExperts(router, experts, routing)(x)
     torch.testing.assert_close(CppExperts(router, experts, routing)(x), expected, rtol=rtol, atol=atol)
 

@@ -54,7 +54,7 @@ class Mutant:
     replacements: tuple[tuple[str, str, str], ...]
     caught_by: str          # a test, as file::name
     right_by: str
-    chosen: str             # of their parameters, as for pytest -k
+    chosen: str             # part of their parameters, as for pytest -k
     isas: tuple[str, ...] = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 

@@ -28,7 +28,7 @@ from support.triton_compiler import resources
 
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-CONTEXTS = (1, 15, 16, 130, 513, 1041)  # of a partition, of one token more, of three partitions
+CONTEXTS = (1, 15, 16, 130, 513, 1041)  # a partition, one token more, three partitions
 PAGE = Path(__file__).parents[3] / "docs/kernels.md"
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")

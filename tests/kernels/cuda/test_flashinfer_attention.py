@@ -95,7 +95,7 @@ def test_answers_of_an_engine_are_those_of_the_cpu(
     """Two steps in flight, chunks and decodes; the stand-in serves any size, the model's heads of 16 too."""
     model = write_random_model(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        own = replace(back_end, attention=None)  # which refuses such heads
+        own = replace(back_end, attention=None)  # flashinfer refuses such heads
         patch.setattr("quire.engine.loading.choose_back_end", lambda *args, **how: own)
         patch.setattr("quire.execution.device.HostDevice.executor", executor_in_flight)
         llm = LLM(model, device="cpu", dtype="float32", num_kv_blocks=32, max_num_batched_tokens=16)

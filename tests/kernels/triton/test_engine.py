@@ -105,7 +105,7 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaWorker]:
     return workers
 
 
-@pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # in tokens of no row
+@pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # tokens of no row
 def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def test_adapters_give_the_logprobs_of_the_cpu_in_steps_of_many(
     assert {size.has_adapters for size, graph in workers[0]._graphs._graphs.items() if graph} == {False, True}
 
 
-@pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # in tokens of no row
+@pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")  # tokens of no row
 def test_steps_with_chunks_in_graphs_give_the_same_tokens(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

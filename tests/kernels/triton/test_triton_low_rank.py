@@ -12,7 +12,7 @@ from quire.kernels.triton.triton_low_rank import KeptUp, TritonSlots
 from support.adapters import adapter, random_layer
 from support.interpreter import rows_alike
 
-# of rows without an adapter, the inner results of which are never written and never read
+# inner results of rows without an adapter are never written and never read
 pytestmark = pytest.mark.filterwarnings("ignore:.*(overflow|invalid value) encountered:RuntimeWarning")
 WIDTH, OUTPUTS, MAX_RANK = 40, 72, 20
 SIZES = {"up": FactorSizes(WIDTH, OUTPUTS, ((0, 16), (16, 16), (32, 40))), "down": FactorSizes(8, 12, ((0, 12),))}

@@ -229,7 +229,7 @@ class CudaWorker:
     def _upload(
         self, plan: StepPlan, inputs: StepInputs, settings: NDArray[np.void] | None = None
     ) -> tuple[ForwardBatch, list[Tensor], Graph | None]:
-        """Return a step's inputs on the device, padded to its graph if there is one, with block tables as of the plan.
+        """Return a step's inputs on the device, padded to its graph if there is one, with the plan's block tables.
 
         Then `logit_rows` and `sample_rows`, unless the graph draws by `settings`, and the graph.
         """

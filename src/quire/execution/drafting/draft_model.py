@@ -269,7 +269,7 @@ def _number(positions: IntArray, block_size: int) -> IntArray:
     return found
 
 
-MAX_NUMBER = 128   # of a token in its block; in larger blocks tokens so far apart have the same
+MAX_NUMBER = 128   # a token's, within its block; in larger blocks tokens so far apart have the same
 HALF_WINDOW = 0.1  # from the table above
 _TARGETS_ALONE = np.uint32(GRAMMAR | LOGPROBS | NAMED_LOGPROBS | SCALED)  # features of samples that drafts lack
 

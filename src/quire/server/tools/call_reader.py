@@ -34,7 +34,7 @@ class CallBegan(NamedTuple):
     `index` counts the calls of the output from 0. Calls begin in order, but an output may end inside a call.
     """
 
-    index: int  # type: ignore[assignment]  # of tuple.index
+    index: int  # type: ignore[assignment]  # hides tuple.index
     name: str
 
 
@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
     Pieces are emitted as they come. JSON that the model wrote is passed on as it is; other notations are translated.
     """
 
-    index: int  # type: ignore[assignment]  # of tuple.index
+    index: int  # type: ignore[assignment]  # hides tuple.index
     text: str
 
 
@@ -55,7 +55,7 @@ class CallEnded(NamedTuple):
     write a list of calls end together, with the list.
     """
 
-    index: int  # type: ignore[assignment]  # of tuple.index
+    index: int  # type: ignore[assignment]  # hides tuple.index
 
 
 Event = Content | Reasoning | CallBegan | Arguments | CallEnded
