@@ -16,7 +16,17 @@ from quire.model.config import num_layer_weights, num_parameters, spec_from_conf
 from quire.model.kv_cache import KVGeometry, LayerKV
 from quire_lab.sim.footprint import kv_bytes_per_token
 from support.answers import answers_of
-from support.every_way import CASES, ISAS, VOCAB_SIZE, alone, asked, check_all_at_once, check_beams, check_every_cut
+from support.every_way import (
+    CASES,
+    ISAS,
+    VOCAB_SIZE,
+    alone,
+    asked,
+    check_all_at_once,
+    check_beams,
+    check_disk_and_sleep,
+    check_every_cut,
+)
 from support.peft_folders import ALL, write_adapter
 from support.random_folder import write_random_folder
 
@@ -92,22 +102,8 @@ def test_sums_over_ranks_are_close_to_one_rank(model: Path) -> None:
 @needs_kernels
 @pytest.mark.usefixtures("tests_frozen")
 def test_disk_tier_and_sleep_keep_the_caches_that_there_are(model: Path, tmp_path: Path) -> None:
-    prompt, params = asked()[0][1] * 2, SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
-    answers, cached = [], []
-    for _ in range(2):
-        with LLM(
-            model, max_model_len=160, kv_disk_dir=tmp_path, kv_disk_size="4MiB", num_kv_blocks=30,
-            enable_sleep_mode=True,
-        ) as llm:
-            for _ in range(2):
-                (output,) = llm.generate([prompt], params, use_tqdm=False)
-                answers.append(answers_of(output))
-                cached.append(output.num_cached_tokens)
-                llm.sleep(level=1)
-                llm.wake_up()
-    assert all(each == answers[0] for each in answers)
-    assert cached[0] == 0
-    assert all(each > 0 for each in cached[1:])
+    _, cached = check_disk_and_sleep(model, tmp_path)
+    assert all(each > 0 for each in cached)
 
 
 def test_adapters_change_all_of_its_modules_alone_and_beside_others(tmp_path: Path) -> None:

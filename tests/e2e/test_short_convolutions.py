@@ -30,6 +30,7 @@ from support.every_way import (
     asked,
     check_all_at_once,
     check_beams,
+    check_disk_and_sleep,
     check_every_cut,
     check_near,
 )
@@ -134,22 +135,8 @@ def test_ranks_and_engines_have_the_bits_of_one(model: Path, changes: dict[str, 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 @pytest.mark.usefixtures("tests_frozen")
 def test_disk_tier_and_sleep_keep_the_ends_of_blocks(model: Path, tmp_path: Path) -> None:
-    prompt, params = asked()[0][1] * 2, SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
-    answers, cached = [], []
-    for _ in range(2):
-        with LLM(
-            model, max_model_len=160, kv_disk_dir=tmp_path, kv_disk_size="4MiB", num_kv_blocks=30,
-            enable_sleep_mode=True,
-        ) as llm:
-            for _ in range(2):
-                (output,) = llm.generate([prompt], params, use_tqdm=False)
-                answers.append(answers_of(output))
-                cached.append(output.num_cached_tokens)
-                llm.sleep(level=1)
-                llm.wake_up()
-    assert all(each == answers[0] for each in answers)
-    assert cached[0] == 0
-    assert all(each == (len(prompt) - 1) // 16 * 16 for each in cached[1:])
+    num_tokens, cached = check_disk_and_sleep(model, tmp_path)
+    assert cached == [(num_tokens - 1) // 16 * 16] * 3
 
 
 def test_what_is_not_served_is_refused_by_name(model: Path) -> None:

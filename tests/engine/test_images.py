@@ -40,7 +40,10 @@ from support.image_prompts import (
     PROCESSOR_FILE,
     RANDOM,
     answers,
+    answers_alone,
+    check_every_cut,
     check_memory_of_encoding,
+    check_preempted,
     check_rounded_encoder,
     generate,
     open_llm,
@@ -135,9 +138,7 @@ PARAMS = (GREEDY, RANDOM, GREEDY, RANDOM, GREEDY, RANDOM)
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[Answer]]:
-    """The answers of PROMPTS, one request after the other, without a prefix cache."""
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        return [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+    return answers_alone(folder, PROMPTS, PARAMS)
 
 
 # --- against transformers ---------------------------------------------------------------------------------------------
@@ -277,9 +278,7 @@ def test_ranks_have_the_bits_of_requests_alone(mode: str, folder: Path, alone: l
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
-    for budget in range(1, len(PROMPTS[2].token_ids)):
-        with open_llm(folder, max_num_batched_tokens=budget, max_num_seqs=1, enable_prefix_caching=False) as llm:
-            assert answers(llm, PROMPTS[2:3]) == alone[2:3], budget
+    check_every_cut(folder, PROMPTS[2], alone[2])
 
 
 def test_prefix_hits_before_inside_and_behind_images_have_the_bits_of_none(
@@ -305,21 +304,7 @@ def test_prefix_hits_before_inside_and_behind_images_have_the_bits_of_none(
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted_requests_have_their_bits(mode: str, folder: Path) -> None:
-    """In a pool with little more room than one request takes, and a cache of one image: pixels are needed again."""
-    settings: dict[str, Any] = {"num_kv_blocks": 13, "preemption_mode": mode, "image_cache_memory": NUM_ROWS * 48 * 4}
-    if mode == "swap":
-        settings["num_swap_blocks"] = 32
-    longer = [replace(each, max_tokens=40) for each in PARAMS]
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        alone = answers(llm, PROMPTS, longer)
-    with open_llm(folder, max_model_len=104, max_num_batched_tokens=24, **settings) as llm:
-        assert answers(llm, PROMPTS, longer) == alone
-        assert sum(llm._engine.engine.kv_stats().preemptions.values()) > 0
-        images = llm._engine.engine.scheduler.planner.images
-        assert images is not None
-        assert images.num_encoded > 3
-        rows = llm._engine.engine.executor.worker.compute.images  # type: ignore[attr-defined]
-        assert rows.num_bytes <= NUM_ROWS * 48 * 4
+    assert check_preempted(folder, mode, PROMPTS, PARAMS, NUM_ROWS * 48 * 4) > 0
 
 
 def test_forks_beams_and_drafts_have_the_bits_of_none(folder: Path) -> None:

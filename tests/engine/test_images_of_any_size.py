@@ -40,7 +40,10 @@ from support.image_prompts import (
     PROCESSOR_FILE,
     RANDOM,
     answers,
+    answers_alone,
+    check_every_cut,
     check_memory_of_encoding,
+    check_preempted,
     check_ranks,
     check_rounded_encoder,
     generate,
@@ -199,9 +202,7 @@ def has_states(folder: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[Answer]]:
-    """The answers of PROMPTS, one request after the other, without a prefix cache."""
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        return [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+    return answers_alone(folder, PROMPTS, PARAMS)
 
 
 # --- against transformers ---------------------------------------------------------------------------------------------
@@ -339,9 +340,7 @@ def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> 
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
-    for budget in range(1, len(PROMPTS[2].token_ids)):
-        with open_llm(folder, max_num_batched_tokens=budget, max_num_seqs=1, enable_prefix_caching=False) as llm:
-            assert answers(llm, PROMPTS[2:3]) == alone[2:3], budget
+    check_every_cut(folder, PROMPTS[2], alone[2])
 
 
 def test_prefix_hits_before_inside_and_behind_images_have_the_bits_of_none(
@@ -384,19 +383,7 @@ def test_images_of_one_size_and_in_another_order_never_meet_in_the_cache(folder:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted_requests_have_their_bits(mode: str, folder: Path) -> None:
-    """In a pool with little more room than one request takes, and a cache of one image: pixels are needed again."""
-    most = 16 * row_bytes(folder)
-    settings: dict[str, Any] = {"num_kv_blocks": 13, "preemption_mode": mode, "image_cache_memory": most}
-    if mode == "swap":
-        settings["num_swap_blocks"] = 32
-    longer = [replace(each, max_tokens=40) for each in PARAMS]
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        alone = answers(llm, PROMPTS, longer)
-    with open_llm(folder, max_model_len=104, max_num_batched_tokens=24, **settings) as llm:
-        assert answers(llm, PROMPTS, longer) == alone
-        assert sum(llm._engine.engine.kv_stats().preemptions.values()) > 0
-        rows = llm._engine.engine.executor.worker.compute.images  # type: ignore[attr-defined]
-        assert rows.num_bytes <= most
+    assert check_preempted(folder, mode, PROMPTS, PARAMS, 16 * row_bytes(folder)) > 0
 
 
 def test_forks_beams_and_drafts_have_the_bits_of_none(folder: Path) -> None:

@@ -45,7 +45,10 @@ from support.image_prompts import (
     NORMALIZED,
     RANDOM,
     answers,
+    answers_alone,
+    check_every_cut,
     check_memory_of_encoding,
+    check_preempted,
     check_ranks,
     generate,
     open_llm,
@@ -149,9 +152,7 @@ PARAMS = (GREEDY, RANDOM, GREEDY, RANDOM, GREEDY)
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[list[Answer]]:
-    """The answers of PROMPTS, one request after the other, without a prefix cache."""
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        return [answers(llm, [each], params)[0] for each, params in zip(PROMPTS, PARAMS, strict=True)]
+    return answers_alone(folder, PROMPTS, PARAMS)
 
 
 # --- against transformers ---------------------------------------------------------------------------------------------
@@ -279,9 +280,7 @@ def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> 
 
 
 def test_chunks_with_cuts_at_every_place_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
-    for budget in range(1, len(PROMPTS[2].token_ids)):
-        with open_llm(folder, max_num_batched_tokens=budget, max_num_seqs=1, enable_prefix_caching=False) as llm:
-            assert answers(llm, PROMPTS[2:3]) == alone[2:3], budget
+    check_every_cut(folder, PROMPTS[2], alone[2])
 
 
 def test_prefix_hits_inside_and_behind_images_have_the_bits_of_none(folder: Path, alone: list[list[Answer]]) -> None:
@@ -302,15 +301,7 @@ def test_prefix_hits_inside_and_behind_images_have_the_bits_of_none(folder: Path
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted_requests_have_their_bits(mode: str, folder: Path) -> None:
-    settings: dict[str, Any] = {"num_kv_blocks": 16, "preemption_mode": mode, "image_cache_memory": 40 * HIDDEN * 4}
-    if mode == "swap":
-        settings["num_swap_blocks"] = 48
-    longer = [replace(each, max_tokens=50) for each in PARAMS]
-    with open_llm(folder, enable_prefix_caching=False) as llm:
-        alone = answers(llm, PROMPTS, longer)
-    with open_llm(folder, max_model_len=120, max_num_batched_tokens=24, **settings) as llm:
-        assert answers(llm, PROMPTS, longer) == alone
-        assert sum(llm._engine.engine.kv_stats().preemptions.values()) > 0
+    check_preempted(folder, mode, PROMPTS, PARAMS, 40 * HIDDEN * 4, num_blocks=16, max_tokens=50)
 
 
 def test_forks_and_drafts_have_the_bits_of_none(folder: Path) -> None:

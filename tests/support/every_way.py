@@ -115,6 +115,28 @@ def check_every_cut(model: Path, isa: str, dtype: str) -> None:
     choose_back_end("cpu", isa=ISAS[0])
 
 
+def check_disk_and_sleep(model: Path, folder: Path) -> tuple[int, list[int]]:
+    """Assert that an answer is one before and behind sleep, and from a disk tier in `folder` by a second engine.
+
+    Return the number of tokens of its prompt, and how many of them each request but the first found in a cache.
+    """
+    prompt, params = asked()[0][1] * 2, SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    answers, cached = [], []
+    for _ in range(2):
+        with LLM(
+            model, max_model_len=160, kv_disk_dir=folder, kv_disk_size="4MiB", num_kv_blocks=30, enable_sleep_mode=True
+        ) as llm:
+            for _ in range(2):
+                (output,) = llm.generate([prompt], params, use_tqdm=False)
+                answers.append(answers_of(output))
+                cached.append(output.num_cached_tokens)
+                llm.sleep(level=1)
+                llm.wake_up()
+    assert all(each == answers[0] for each in answers)
+    assert cached[0] == 0
+    return len(prompt), cached[1:]
+
+
 def check_beams(model: Path) -> None:
     """Assert that beams are those without a prefix cache, and leave nothing in use."""
     prompts, params = asked()[0][:3], BeamSearchParams(beam_width=4, max_tokens=20)

@@ -75,6 +75,47 @@ def check_rounded_encoder(folder: Path, pictures: Sequence[PreparedImage], most:
         assert 0.005 < error < most
 
 
+def answers_alone(
+    folder: Path, prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams]
+) -> list[list[Answer]]:
+    """Return the answers of prompts, one request after the other, without a prefix cache."""
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        return [answers(llm, [each], own)[0] for each, own in zip(prompts, params, strict=True)]
+
+
+def check_every_cut(folder: Path, prompt: TokenizedPrompt, alone: list[Answer]) -> None:
+    """Check that a prompt in steps of any number of tokens has the bits of one step."""
+    for budget in range(1, len(prompt.token_ids)):
+        with open_llm(folder, max_num_batched_tokens=budget, max_num_seqs=1, enable_prefix_caching=False) as llm:
+            assert answers(llm, [prompt]) == [alone], budget
+
+
+def check_preempted(
+    folder: Path, mode: str, prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams],
+    image_cache_memory: int, *, num_blocks: int = 13, max_tokens: int = 40,
+) -> int:  # fmt: skip
+    """Check preempted requests, in a pool of blocks for little more than one; return the number of encodings again.
+
+    image_cache_memory: bytes, of about one image: pixels are needed again.
+    """
+    settings: dict[str, Any] = {"num_kv_blocks": num_blocks, "image_cache_memory": image_cache_memory}
+    if mode == "swap":
+        settings["num_swap_blocks"] = 3 * num_blocks
+    longer = [replace(each, max_tokens=max_tokens) for each in params]
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        alone = answers(llm, prompts, longer)
+    with open_llm(
+        folder, max_model_len=8 * num_blocks, max_num_batched_tokens=24, preemption_mode=mode, **settings
+    ) as llm:
+        assert answers(llm, prompts, longer) == alone
+        assert sum(llm._engine.engine.kv_stats().preemptions.values()) > 0
+        images = llm._engine.engine.scheduler.planner.images
+        assert images is not None
+        rows = llm._engine.engine.executor.worker.compute.images  # type: ignore[attr-defined]
+        assert rows.num_bytes <= image_cache_memory
+        return images.num_encoded - len({each.serial for prompt in prompts for each in prompt.images})
+
+
 def check_ranks(
     folder: Path, prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams], alone: list[list[Answer]]
 ) -> None:
