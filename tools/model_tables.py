@@ -178,6 +178,8 @@ GGUF_NAMES = {
     "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
     "BambaForCausalLM": "granitehybrid", "GraniteMoeHybridForCausalLM": "granitehybrid",
     "FalconH1ForCausalLM": "falcon-h1", "NemotronHForCausalLM": "nemotron_h",
+    "Qwen2VLForConditionalGeneration": "qwen2vl", "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+    "Qwen3VLForConditionalGeneration": "qwen3vl", "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe",
     "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5ForConditionalGeneration": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3_5MoeForConditionalGeneration": "qwen35moe",
 }  # fmt: skip

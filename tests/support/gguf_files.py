@@ -330,6 +330,9 @@ ARCHITECTURES = {
     "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
     "GraniteMoeHybridForCausalLM": "granitehybrid", "BambaForCausalLM": "granitehybrid",
     "FalconH1ForCausalLM": "falcon-h1", "NemotronHForCausalLM": "nemotron_h",
+    "Qwen2VLForConditionalGeneration": "qwen2vl", "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
+    "Qwen3VLForConditionalGeneration": "qwen3vl", "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe",
+    "Qwen3_5ForConditionalGeneration": "qwen35", "Mistral3ForConditionalGeneration": "mistral3",
 }  # fmt: skip
 MAMBAS = "GraniteMoeHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"
 PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
@@ -591,32 +594,59 @@ def dequantized(folder: Path, file: Path, twin: Path, dtype: torch.dtype) -> Pat
 # --- encoders of images -----------------------------------------------------------------------------------------------
 
 
-def write_with_projector(folder: Path, target: Path, quantize: Quantize = as_is) -> tuple[Path, Path]:
-    """Write a LLaVA 1.5 or Gemma 3 as llama.cpp's two files, of its text model and of its encoder; return both.
+def write_with_projector(folder: Path, target: Path, quantize: Quantize = as_is, **changes: Any) -> tuple[Path, Path]:  # noqa: ANN401
+    """Write a model of images as llama.cpp's two files, of its text model and of its encoder; return both.
 
-    `target`: an empty folder, which is given a folder of the text model, too.
+    `target`: an empty folder, which is given a folder of the text model, too. `changes`: of the text's metadata.
     """
     config = json.loads((folder / "config.json").read_text())
-    family = config["model_type"]
-    architecture = {"llava": "LlamaForCausalLM", "gemma3": "Gemma3ForCausalLM"}[family]
-    (target / "config.json").write_text(json.dumps(config["text_config"] | {"architectures": [architecture]}))
-    tensors, prefix = load_file(folder / "model.safetensors"), "language_model."
-    text = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-    save_file(text, target / "model.safetensors")
+    family, (architecture,) = config["model_type"], config["architectures"]
+    text = config["text_config"] | {"architectures": [{"gemma3": "Gemma3ForCausalLM"}.get(family, architecture)]}
+    rope = text.get("rope_parameters") or {}
+    text |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    (target / "config.json").write_text(json.dumps(text))
+    tensors = {re.sub(r"^model\.language_model\.", "language_model.model.", name): each
+               for name, each in load_file(folder / "model.safetensors").items()}  # fmt: skip
+    is_own = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector)\.")
+    texts = {name.removeprefix("language_model."): each for name, each in tensors.items() if not is_own.match(name)}
+    save_file(_with_split_experts(texts), target / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name).exists():
             (target / name).write_text((folder / name).read_text())
     own = {  # transformers 5 leaves a part of the published names out
         re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): each
         for name, each in tensors.items()
-        if not name.startswith(prefix)
+        if is_own.match(name)
     }
-    metadata, stored = (_llava_projector if family == "llava" else _gemma3_projector)(config, own, quantize)
-    changes = {"gemma3.attention.sliding_window_pattern": None}  # files have none
+    write = _qwen_projector if "qwen" in family else _gemma3_projector if family == "gemma3" else _llava_projector
+    if config["vision_config"]["model_type"] == "pixtral":
+        write = _pixtral_projector
+    metadata, stored = write(config, own, quantize)
+    changed: dict[str, Any] = {"gemma3.attention.sliding_window_pattern": None}  # files have none
+    if "mrope_section" in rope:
+        prefix, deep = ARCHITECTURES[architecture], config["vision_config"].get("deepstack_visual_indexes")
+        changed[f"{prefix}.rope.dimension_sections"] = [*rope["mrope_section"], 0]
+        changed |= {f"{prefix}.n_deepstack_layers": len(deep)} if deep else {}
     return (
-        convert(target, target / "text.gguf", quantize, **changes),
+        convert(target, target / "text.gguf", quantize, **changed | changes),
         write_gguf(target / "mmproj.gguf", metadata, stored),
     )
+
+
+def _with_split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with those of each expert, which transformers 5 stacks, by themselves."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, module = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for expert, each in enumerate(tensor):
+            for part, rows in zip(("gate_proj", "up_proj"), each.chunk(2), strict=True) if "gate" in module else (
+                ("down_proj", each),
+            ):
+                found[f"{stem}.{expert}.{part}.weight"] = rows.contiguous()
+    return found
 
 
 def _projector_metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -681,4 +711,82 @@ def _gemma3_projector(
     for name, tensor in tensors.items():
         renamed = names.get_name(name.replace("_weight", ".weight"), (".weight", ".bias"))
         stored[renamed] = quantize(renamed, tensor + 1 if "soft_emb_norm" in name else tensor)
+    return metadata, stored
+
+
+def _pixtral_projector(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], quantize: Quantize
+) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return what conversion/llava.py of llama.cpp writes, but for the embedding of [IMG_BREAK], which it copies."""
+    import gguf
+
+    vision = config["vision_config"] | {"layer_norm_eps": 1e-5}
+    num_layers, heads = vision["num_hidden_layers"], vision["num_attention_heads"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(num_layers, 3))  # mm.2 is the third layer's
+    metadata = _projector_metadata(config | {"vision_config": vision}, "pixtral") | {
+        "clip.vision.projection_dim": config["text_config"]["hidden_size"], "clip.vision.block_count": num_layers,
+        "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
+        f"clip.use_{vision['hidden_act']}": True,
+    } | ({"clip.vision.spatial_merge_size": merge} if (merge := config.get("spatial_merge_size")) else {})  # fmt: skip
+    stored = {"v.token_embd.img_break": quantize("v.token_embd.img_break", torch.zeros(48))}
+    for name, tensor in tensors.items():
+        renamed = names.get_name(name.replace("vision_tower.vision_model.", "vision_tower."), (".weight", ".bias"))
+        halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, -1) if "attention." in name else tensor
+        is_moved = re.search("attention.[qk]_proj", name)
+        stored[renamed] = quantize(renamed, halves.transpose(1, 2).reshape(tensor.shape) if is_moved else tensor)
+    return metadata, stored
+
+
+def _qwen_projector(
+    config: dict[str, Any], tensors: Mapping[str, Tensor], quantize: Quantize
+) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """Return what conversion/qwenvl.py and conversion/qwen3vl.py of llama.cpp write."""
+    import gguf
+
+    vision, text = config["vision_config"], config["text_config"]
+    num_layers, family = vision["depth"], config["model_type"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(num_layers, 3))  # mm.2 is the third layer's
+    is_third = "num_position_embeddings" in vision
+    side = int(vision.get("num_position_embeddings", 1600) ** 0.5)
+    vision |= {
+        "image_size": side * vision["patch_size"], "num_attention_heads": vision["num_heads"], "layer_norm_eps": 1e-6,
+        "intermediate_size": vision.get("intermediate_size", vision["hidden_size"]),
+        "hidden_size": vision.get("embed_dim", vision["hidden_size"]),
+    }  # fmt: skip
+    kind = "qwen3vl_merger" if is_third else {"qwen2_vl": "qwen2vl_merger"}.get(family, "qwen2.5vl_merger")
+    metadata = _projector_metadata(config, kind) | {
+        "clip.vision.projection_dim": text["hidden_size"], "clip.vision.block_count": num_layers,
+        "clip.vision.image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "clip.vision.image_std": [0.26862954, 0.26130258, 0.27577711],
+    }  # fmt: skip
+    deep = vision.get("deepstack_visual_indexes", [])
+    if is_third:
+        metadata |= {
+            "clip.use_gelu": True, "clip.vision.spatial_merge_size": vision["spatial_merge_size"],
+            "clip.vision.is_deepstack_layers": [layer in deep for layer in range(num_layers)],
+        }  # fmt: skip
+    elif family != "qwen2_vl":
+        metadata |= {"clip.use_silu": True, "clip.vision.n_wa_pattern": vision["fullatt_block_indexes"][0] + 1}
+    stored = {}
+    changes = {"merger.linear_fc1": "mm.0", "merger.linear_fc2": "mm.2", "merger.norm": "v.post_ln"}
+    for name, tensor in tensors.items():
+        own, parts = name.removeprefix("model."), {"": tensor}
+        stem, _, part = own.removeprefix("visual.").rpartition(".")
+        if stem.startswith("deepstack"):
+            _, index, module = stem.split(".")
+            renamed = f"v.deepstack.{deep[int(index)]}.{module.removeprefix('linear_')}.{part}"
+        elif stem in changes:
+            renamed = f"{changes[stem]}.{part}"
+        else:
+            renamed = names.get_name(own, (".weight", ".bias"))
+        if name.endswith("patch_embed.proj.weight"):
+            parts = {"": tensor[:, :, 0], ".1": tensor[:, :, 1]}
+        if ".qkv." in name and not is_third:
+            stored |= {
+                (each := renamed.replace("qkv", letter)): quantize(each, rows)
+                for letter, rows in zip("qkv", tensor.chunk(3), strict=True)
+            }
+            continue
+        stored |= {renamed + end: quantize(renamed, each) for end, each in parts.items()}
     return metadata, stored

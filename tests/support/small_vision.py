@@ -74,8 +74,11 @@ _QWEN_VISION = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 48, "patch_size": 14,
     "window_size": 56, "fullatt_block_indexes": [1],
 }  # fmt: skip
+_QWEN2_TEXT = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+_QWEN3_TEXT = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _QWEN_TEXT = {
-    "Qwen2_5_VL": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "Qwen2VL": _QWEN2_TEXT, "Qwen2_5_VL": _QWEN2_TEXT, "Qwen3VL": _QWEN3_TEXT,
+    "Qwen3VLMoe": _QWEN3_TEXT | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "Qwen3_5": {
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -84,8 +87,11 @@ _QWEN_TEXT = {
 }  # fmt: skip
 
 
-def write_qwen_vl(folder: Path, family: str) -> Path:
-    """Write a Qwen2.5-VL or Qwen3.5, 4 to 12 tokens an image, which needs transformers, into an empty folder."""
+def write_qwen_vl(folder: Path, family: str, **changes: object) -> Path:
+    """Write a Qwen-VL, 4 to 12 tokens an image, which needs transformers, into an empty folder.
+
+    `family`: in transformers' names. `changes`: of the encoder's config.
+    """
     import torch
     import transformers
 
@@ -97,7 +103,7 @@ def write_qwen_vl(folder: Path, family: str) -> Path:
     torch.manual_seed(3)
     text = _TEXT | _QWEN_TEXT[family] | {"vocab_size": image + 1, "bos_token_id": 1, "eos_token_id": 2}
     del text["model_type"]
-    vision = _QWEN_VISION if family == "Qwen2_5_VL" else _QWEN_VISION | {"num_position_embeddings": 25}
+    vision = _QWEN_VISION | ({"num_position_embeddings": 25} if family.startswith("Qwen3") else {}) | changes
     make, settings = (getattr(transformers, family + end) for end in ("ForConditionalGeneration", "Config"))
     model = make(settings(
         text_config=text, vision_config=vision, image_token_id=image, vision_start_token_id=begin,
@@ -128,8 +134,11 @@ _PIXTRAL_VISION = {
 }  # fmt: skip
 
 
-def write_mistral3(folder: Path) -> Path:
-    """Write a Mistral 3, a token for 14 x 14 pixels, which needs transformers, into an empty folder."""
+def write_mistral3(folder: Path, family: str = "Mistral3") -> Path:
+    """Write a Mistral 3, a token for 14 x 14 pixels, or a Pixtral (Llava), one for 7 x 7, into an empty folder.
+
+    It needs transformers. `family`: in transformers' names.
+    """
     import torch
     import transformers
 
@@ -140,8 +149,11 @@ def write_mistral3(folder: Path) -> Path:
     torch.manual_seed(3)
     text = _TEXT | {"model_type": "mistral", "vocab_size": tokenizer.get_vocab_size(), "head_dim": 8}
     image = tokenizer.token_to_id("[IMG]")
-    config = transformers.Mistral3Config(text_config=text, vision_config=_PIXTRAL_VISION, image_token_index=image)
-    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    own = {} if family == "Mistral3" else {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    make, settings = (getattr(transformers, family + end) for end in ("ForConditionalGeneration", "Config"))
+    model = make(settings(
+        text_config=text | {"sliding_window": None}, vision_config=_PIXTRAL_VISION, image_token_index=image, **own
+    )).eval()  # fmt: skip
     randomize(model)
     model.save_pretrained(folder)
     save(tokenizer, folder, chat_template=PIXTRAL_TEMPLATE)

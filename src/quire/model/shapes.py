@@ -550,10 +550,10 @@ def _merged_projectors(spec: VisionSpec, merging: Merging) -> list[ProjectorShap
     merged = width * spec.pool**2
     deep = [
         ProjectorShapes(
-            _norm(tower, merging.deep_norm.format(index=index), merged),
-            _projector(spec, tuple(name.format(index=index) for name in merging.deep_projector), merged),
+            _norm(tower, merging.deep_norm.format(index=index, layer=layer), merged),
+            _projector(spec, tuple(name.format(index=index, layer=layer) for name in merging.deep_projector), merged),
         )
-        for index in range(len(merging.deep_layers))
+        for index, layer in enumerate(merging.deep_layers)
     ]
     norm = _norm_or_none(tower, spec.projector_norm, width)
     if merging.merger is None:

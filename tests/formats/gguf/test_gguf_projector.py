@@ -1,39 +1,56 @@
 """Encoders of images in files of their own: the answers of the folder that they were made from, and clear errors."""
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
+from numpy.testing import assert_array_equal
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
+from quire.core.image_processing import PixelLimits
 from quire.engine.formats import read_source
 from quire.engine.loading import load
 from quire.engine.options import EngineOptions
 from quire.formats.gguf.gguf_file import GGUFFile, MetadataArray
 from quire.kernels.choice import choose_back_end
 from quire.model.loader import load_model
+from quire.model.source import image_settings_of, read_folder
 from support.gguf_files import Stored, as_is, convert, tokenizer_metadata, write_gguf, write_with_projector
-from support.small_vision import NUM_TOKENS, write_gemma3, write_llava
+from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_mistral3, write_qwen_vl
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 
-FAMILIES: dict[str, Callable[[Path], Path]] = {"llava": write_llava, "gemma3": write_gemma3}
+WINDOW = 112  # pixels; no file has Qwen2.5-VL's
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "llava": write_llava, "gemma3": write_gemma3, "mistral3": write_mistral3,
+    "pixtral": partial(write_mistral3, family="Llava"),
+    "qwen2_5_vl": partial(write_qwen_vl, family="Qwen2_5_VL", window_size=WINDOW),
+    "qwen3_vl_moe": partial(write_qwen_vl, family="Qwen3VLMoe", deepstack_visual_indexes=[0, 1]),
+    "qwen3_5": partial(write_qwen_vl, family="Qwen3_5"),
+}  # fmt: skip
+ENCODERS: dict[str, Callable[[Path], Path]] = FAMILIES | {
+    "qwen2_vl": partial(write_qwen_vl, family="Qwen2VL", embed_dim=32, hidden_size=48, mlp_ratio=2),
+    "qwen3_vl": partial(write_qwen_vl, family="Qwen3VL", deepstack_visual_indexes=[1], depth=3),
+}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=2)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ENCODERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+    return ENCODERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +59,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 def picture(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 60, 3), dtype=np.uint8))
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (40, 130, 3), dtype=np.uint8))
 
 
 def answers(model: Path, **settings: Any) -> list[tuple[tuple[int, ...], tuple[int, ...], list[float]]]:  # noqa: ANN401
@@ -60,9 +77,19 @@ def answers(model: Path, **settings: Any) -> list[tuple[tuple[int, ...], tuple[i
     ]
 
 
+def pixel_limits(folder: Path) -> str:
+    """Return the limits of a Qwen-VL's folder, which files leave out, as JSON of `mm_processor_kwargs`."""
+    given = json.loads((folder / "preprocessor_config.json").read_text())
+    return json.dumps({key: given[key] for key in ("min_pixels", "max_pixels") if key in given})
+
+
 def test_answers_are_those_of_the_folder(folder: Path, files: tuple[Path, Path]) -> None:
     text, projector = files
-    expected, found = answers(folder), answers(text, mmproj=str(projector))
+    if folder.name.removesuffix("0") not in FAMILIES:
+        pytest.skip("its encoder alone is compared: the text model is that of another family here")
+    limits = pixel_limits(folder)
+    expected = answers(folder, mm_processor_kwargs=limits)
+    found = answers(text, mmproj=str(projector), mm_processor_kwargs=limits)
     assert found[0][0] != found[1][0] or found[0][1:] != found[1][1:]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours[:2] == theirs[:2]
@@ -70,7 +97,7 @@ def test_answers_are_those_of_the_folder(folder: Path, files: tuple[Path, Path])
 
 
 def is_half(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 1 and "position" not in name
+    return tensor.dim() > 1 and "position" not in name and "pos_embed" not in name
 
 
 def test_files_in_half_precision_have_the_rows_of_the_folder(folder: Path, tmp_path: Path) -> None:
@@ -87,10 +114,28 @@ def test_files_in_half_precision_have_the_rows_of_the_folder(folder: Path, tmp_p
     for source in (read_source(text, mmproj=str(projector)), tmp_path / "rounded"):
         tower = load_model(source, back_end=back_end, dtype="float32").vision
         assert tower is not None
-        side = tower.spec.image_size
-        pixels = np.random.default_rng(0).standard_normal((3, side, side), np.float32)
+        side, unit = tower.spec.image_size, tower.spec.unit
+        size = (side, side) if side else (2 * unit, 5 * unit)
+        pixels = np.random.default_rng(0).standard_normal((3, *size), np.float32)
         found.append(np.asarray(tower.encode(pixels)).copy())
     np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def test_settings_of_pixels_are_those_of_the_folder(folder: Path, files: tuple[Path, Path]) -> None:
+    text, projector = files
+    found = []
+    for source in (read_folder(folder), read_source(text, mmproj=str(projector))):
+        assert source.spec.vision is not None
+        settings = image_settings_of(source, source.spec.vision, PixelLimits())
+        assert settings is not None
+        found.append(settings)
+    expected, ours = found
+    if expected.resize == "any":  # published folders' limits, which files leave out
+        least = 64 if expected.family == "qwen3_vl" else 4
+        assert (ours.min_pixels, ours.max_pixels) == (least * 28**2, 16_384 * 28**2)
+        ours = structs.replace(ours, min_pixels=expected.min_pixels, max_pixels=expected.max_pixels)
+    assert_array_equal(np.float32([ours.mean, ours.std]), np.float32([expected.mean, expected.std]))
+    assert structs.replace(ours, mean=expected.mean, std=expected.std) == expected
 
 
 def test_a_vocabulary_without_a_token_for_images_has_the_unknown_one(tmp_path: Path) -> None:
@@ -130,7 +175,7 @@ def spoiled(file: Path, target: Path, changes: dict[str, object], without: str =
     ("changes", "without", "expected"),
     [
         ({"general.architecture": "llama"}, "", "general.architecture must be 'clip' .* got 'llama'"),
-        ({"clip.projector_type": "ldp"}, "", r"clip.projector_type must be one of mlp, gemma3, got 'ldp'"),
+        ({"clip.projector_type": "ldp"}, "", r"clip.projector_type must be one of mlp, gemma3, .*pixtral, got 'ldp'"),
         ({"clip.vision.image_mean": None}, "", "clip.vision.image_mean must be an array of three numbers, got None"),
         ({"clip.vision.image_mean": [0.5, 0.5]}, "", "image_mean must be an array of three numbers, got an array of 2"),
         ({"clip.vision.image_aspect_ratio": "pad"}, "", "image_aspect_ratio = 'pad' is not supported yet: images"),
@@ -150,6 +195,51 @@ def test_files_that_are_wrong_are_refused(
     options = EngineOptions(model=str(text), mmproj=str(file), dtype="float32", device="cpu")
     with pytest.raises(ModelError, match=expected):
         load(options, text)
+
+
+WRONG: list[tuple[str, dict[str, object], str, str]] = [
+    ("qwen2_5_vl", {}, "v.patch_embd.weight.1", "tensor v.patch_embd.weight.1 is missing"),
+    ("qwen2_5_vl", {}, "v.blk.1.ffn_gate.weight", "tensor v.blk.1.ffn_gate.weight is missing"),
+    ("qwen2_5_vl", {"clip.vision.n_wa_pattern": None}, "", "clip.vision.n_wa_pattern is missing"),
+    ("qwen2_5_vl", {"clip.use_gelu": True}, "", "clip.use_gelu and use_silu are both true"),
+    ("qwen2_5_vl", {"clip.vision.projection_dim": 64}, "", "out_hidden_size 64 must be the text .* hidden_size 48"),
+    ("qwen3_vl", {}, "v.deepstack.1.fc2.weight", "tensor v.deepstack.1.fc2.weight is missing"),
+    ("qwen3_vl", {"clip.vision.is_deepstack_layers": [True, True, False]}, "", "marks 2 layers, and .* = 1"),
+    ("qwen3_vl", {"clip.vision.is_deepstack_layers": [True]}, "", "must be a list of 3 numbers"),
+    ("qwen3_vl", {}, "v.post_ln.weight", "tensor v.post_ln.weight is missing"),
+    ("mistral3", {}, "mm.patch_merger.weight", "there is no tensor mm.patch_merger"),
+    ("mistral3", {}, "mm.input_norm.weight", "tensor mm.input_norm.weight is missing"),
+    ("pixtral", {"clip.use_gelu": None}, "", "hidden_act must be one of gelu, silu, got 'quick_gelu'"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "without", "expected"), WRONG)
+def test_files_of_any_size_that_are_wrong_are_refused(
+    family: str, changes: dict[str, object], without: str, expected: str, written: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    text, projector = written(family)
+    file = spoiled(projector, tmp_path / "mmproj.gguf", changes, without)
+    with pytest.raises(ModelError, match=expected):
+        load(EngineOptions(model=str(text), mmproj=str(file), dtype="float32", device="cpu"), text)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    @cache
+    def write(family: str) -> tuple[Path, Path]:
+        return write_with_projector(ENCODERS[family](tmp_path_factory.mktemp("own")), tmp_path_factory.mktemp("two"))
+
+    return write
+
+
+def test_sections_of_rotary_pairs_are_checked(written: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    text, projector = written("qwen3_vl")
+    key, others = "qwen3vl.rope.dimension_sections", {"qwen3vl.n_deepstack_layers": 1}
+    for sections, expected in ((None, "it is missing"), ([4, 2, 2], "must be 4 numbers"), ([4, 2, 1, 0], "mrope_sect")):
+        file = convert(text.parent, tmp_path / "text.gguf", **others, **{key: sections})
+        with pytest.raises(ModelError, match=expected):
+            read_source(file, mmproj=str(projector))
 
 
 def test_a_feature_layer_and_newer_names_are_read(llava: tuple[Path, Path], tmp_path: Path) -> None:

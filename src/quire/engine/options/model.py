@@ -62,8 +62,8 @@ class ModelOptions:
     mmproj: str | None = _model(
         None, "GGUF file of the model's encoder of images, beside a model in a GGUF file", metavar="FILE",
         shown_default="none",
-        row="GGUF file of an encoder of images, which llama.cpp calls mmproj, beside a LLaVA 1.5 or Gemma 3 in a GGUF "
-        "file ([quantization.md](quantization.md#encoders-of-images)); `None`: such a file reads text alone",
+        row="GGUF file of an encoder of images, which llama.cpp calls mmproj, beside a model in a GGUF file "
+        "([quantization.md](quantization.md#encoders-of-images)); `None`: such a file reads text alone",
     )  # fmt: skip
     skip_tokenizer_init: bool = _model(
         False, "load no tokenizer: prompts are token ids, and answers have no text",

@@ -115,6 +115,8 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture(partial(of_family, family="Qwen2ForCausalLM"), _LLAMA_WEIGHTS),
     "qwen3": Architecture(partial(of_family, family="Qwen3ForCausalLM"), _LLAMA_WEIGHTS),
+    "qwen2vl": Architecture(partial(of_family, family="Qwen2ForCausalLM"), _LLAMA_WEIGHTS),
+    "qwen3vl": Architecture(partial(of_family, family="Qwen3ForCausalLM"), _LLAMA_WEIGHTS),
     "granite": Architecture(
         families.granite, _LLAMA_WEIGHTS, has_permuted_heads=True,
         reads=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
@@ -160,6 +162,7 @@ ARCHITECTURES = {
     "olmoe": Architecture(partial(of_family, family="OlmoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen2moe": Architecture(partial(of_family, family="Qwen2MoeForCausalLM", is_normalized=False), _EXPERT_WEIGHTS),
     "qwen3moe": Architecture(partial(of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
+    "qwen3vlmoe": Architecture(partial(of_family, family="Qwen3MoeForCausalLM"), _EXPERT_WEIGHTS),
     "qwen3next": Architecture(
         partial(families.qwen_hybrid, family="Qwen3NextForCausalLM"), _QWEN3_NEXT_WEIGHTS, has_raised_norms=True
     ),

@@ -2,30 +2,29 @@
 
 Files of LLaVA 1.5 are an older converter's: `block_count` is that of the layers that are used, which leaves out the
 last one, `clip.vision.projection_dim` is CLIP's own, and the first layer of a feed-forward is called `ffn_down`, the
-second `ffn_up`. In Gemma 3's files the norm before the projector is stored plus 1. No file has a token for images.
+second `ffn_up`. In Gemma 3's files the norm before the projector is stored plus 1. A patch of two frames is two
+tensors in those of Qwen-VL. No file has a token for images.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
+from quire.core.arrays import Array
+from quire.formats.gguf.encoder_families import FAMILIES, PATCH_MERGER, Family, TextModel
 from quire.formats.gguf.gguf_config import TOKENS
 from quire.formats.gguf.gguf_file import GGUFFile, Metadata, MetadataArray
-from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.families.multimodal import vision_of
-from quire.model.spec import DecoderSpec, VisionSpec, WeightMap
+from quire.formats.gguf.gguf_weights import GGUFCheckpoint
+from quire.model.spec import DecoderSpec, FeedForward, VisionSpec, WeightMap
 
 ARCHITECTURE = "clip"
 RAISED = frozenset(("mm.soft_emb_norm.weight",))  # stored plus 1
-GEMMA3_POOL = 4
+PATCHES, SECOND_FRAME = "v.patch_embd.weight", "v.patch_embd.weight.1"
+ROW_END = "v.token_embd.img_break"  # the embedding that the text model has, too
 _UNKNOWN_TOKEN = "tokenizer.ggml.unknown_token_id"  # noqa: S105 (no password)
-_FAMILIES = {"mlp": "llava", "gemma3": "gemma3"}    # clip.projector_type -> family
-_TEXT_MODELS = {"llava": ("llama", "qwen2"), "gemma3": ("gemma3",)}  # family -> general.architecture of its texts
-_IMAGE_TOKENS = {"llava": "<image>", "gemma3": "<image_soft_token>"}
 _CUTTING = ("vision.image_grid_pinpoints", "vision.image_aspect_ratio", "vision.mm_patch_merge_type")
-_OTHERS = {  # tensors of other encoders and projectors, which have the same projector type
-    "llava": ("mm.1.weight", "mm.3.weight", "mm.4.weight", "v.post_ln.weight", "v.patch_embd.bias"), "gemma3": (),
-}  # fmt: skip
 _WEIGHTS = WeightMap(
     prefixes=("v.",),
     layer="blk.{layer}.",
@@ -40,6 +39,39 @@ _WEIGHTS = WeightMap(
 )
 
 
+class EncoderCheckpoint(GGUFCheckpoint):
+    """A `Checkpoint` of an encoder. The two frames of a patch are one tensor, [out, channels, 2, rows, columns].
+
+    ModelError if they are not alike.
+    """
+
+    def __init__(self, file: GGUFFile, permuted: Mapping[str, int]) -> None:
+        super().__init__(file, permuted, RAISED)
+        self._has_frames = SECOND_FRAME in file.tensors
+        if not self._has_frames or PATCHES not in file.tensors:
+            return
+        first, second = (file.tensors[name] for name in (PATCHES, SECOND_FRAME))
+        if (first.type, first.shape) != (second.type, second.shape):
+            frames = (f"{each.type.name} of shape {list(each.shape)}" for each in (second, first))
+            raise file.error(f"tensor {SECOND_FRAME} is {', and the first frame '.join(frames)}")
+
+    @property
+    def names(self) -> Collection[str]:
+        return [name for name in super().names if name not in (SECOND_FRAME, ROW_END)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        shape = super().shape(name)
+        return (*shape[:2], 2, *shape[2:]) if name == PATCHES and self._has_frames else shape
+
+    def read(self, name: str, start: int, stop: int) -> Array:
+        """Return rows [start, stop) of a tensor."""
+        found = super().read(name, start, stop)
+        if name != PATCHES or not self._has_frames:
+            return found
+        return np.stack([found, super().read(SECOND_FRAME, start, stop)], axis=2)
+
+
 @dataclass(frozen=True, slots=True)
 class Projector:
     """A file with an encoder of images, and what it describes. `processor`: keys of preprocessor_config.json."""
@@ -47,6 +79,7 @@ class Projector:
     file: GGUFFile
     vision: VisionSpec
     processor: Mapping[str, object]
+    checkpoint: EncoderCheckpoint
 
 
 def read_projector(path: Path, spec: DecoderSpec, text: GGUFFile) -> Projector:
@@ -59,67 +92,27 @@ def read_projector(path: Path, spec: DecoderSpec, text: GGUFFile) -> Projector:
         raise file.error(f"general.architecture must be {ARCHITECTURE!r} for an encoder of images, got {found!r:.80}")
     metadata = Metadata(file, ARCHITECTURE)
     is_mixed = not metadata.has("projector_type")
-    family = metadata.choice("vision.projector_type" if is_mixed else "projector_type", _FAMILIES)
-    if (found := text.metadata.get("general.architecture")) not in _TEXT_MODELS[family]:
-        raise file.error(f"is an encoder for {' or '.join(_TEXT_MODELS[family])}, and {text.path} is of {found!r:.80}")
+    family = metadata.choice("vision.projector_type" if is_mixed else "projector_type", FAMILIES)
+    if (found := text.metadata.get("general.architecture")) not in family.texts:
+        raise file.error(f"is an encoder for {' or '.join(family.texts)}, and {text.path} is of {found!r:.80}")
     for key in _CUTTING:
         metadata.reject(key, why="images would be cut, or padded, by it")
-    for name in _OTHERS[family]:
-        if name in file.tensors:
-            raise file.error(f"tensor {name} is not supported yet: LLaVA 1.5 has none")
-    config = _config(metadata, family) | {"image_token_id": _image_token(text, family)}
-    vision = vision_of(family, ConfigReader(config, str(path)), spec)
-    return Projector(file, _with_names(vision, file), _processor(metadata, family))
+    token_id = _image_token(text, family.image_token)
+    vision = family.to_vision(metadata, TextModel(spec, text, token_id))
+    if vision.merging is not None and vision.merging.num_frames > 1 and SECOND_FRAME not in file.tensors:
+        raise file.error(f"tensor {SECOND_FRAME} is missing")
+    processor = {**family.processor(metadata, vision), **_normalization(metadata)}
+    checkpoint = EncoderCheckpoint(file, _permuted(file, vision) if family.is_permuted else {})
+    return Projector(file, _with_names(vision, family, file), processor, checkpoint)
 
 
-def _config(metadata: Metadata, family: str) -> dict[str, object]:
-    """Return the keys of config.json about an encoder."""
-    num_layers = metadata.size("vision.block_count", limit=MAX_LAYERS)
-    image_size, patch_size = (metadata.size(f"vision.{name}_size") for name in ("image", "patch"))
-    vision: dict[str, object] = {
-        "num_hidden_layers": num_layers,
-        "hidden_size": metadata.size("vision.embedding_length"),
-        "intermediate_size": metadata.size("vision.feed_forward_length"),
-        "num_attention_heads": metadata.size("vision.attention.head_count"),
-        "layer_norm_eps": metadata.number("vision.attention.layer_norm_epsilon"),
-        "image_size": image_size,
-        "patch_size": patch_size,
-        "num_channels": 3,
-    }
-    is_gelu = metadata.flag("use_gelu", False)
-    metadata.reject("use_silu", False, why=f"a {family} has another activation")
-    if family == "gemma3":
-        metadata.reject("use_gelu", True, why="a SigLIP has gelu_pytorch_tanh")
-        pool = metadata.size("vision.projector.scale_factor", GEMMA3_POOL)
-        side = image_size // patch_size // pool
-        return {"vision_config": vision, "mm_tokens_per_image": max(side, 1) ** 2}
-    vision["hidden_act"] = "gelu" if is_gelu else "quick_gelu"
-    return {
-        "vision_config": vision,
-        "vision_feature_layer": _feature_layer(metadata, num_layers),
-        "multimodal_projector_bias": metadata.has_tensor("mm.0.bias"),
-    }
-
-
-def _feature_layer(metadata: Metadata, num_layers: int) -> int:
-    """Return how many layers are computed: as a list of one says, or else all of the file."""
-    if metadata.raw("vision.feature_layer") is None:
-        return num_layers
-    found = metadata.file.numbers(f"{ARCHITECTURE}.vision.feature_layer")
-    if len(found) != 1 or found[0] not in range(1, num_layers + 1):
-        raise metadata.error(f"vision.feature_layer must be a list of one number from 1 to {num_layers}, got "
-                             f"{list(found)!r:.80}")
-    return int(found[0])
-
-
-def _image_token(text: GGUFFile, family: str) -> int:
+def _image_token(text: GGUFFile, name: str) -> int:
     """Return the token that stands for an image in a prompt: the family's own, or the unknown token.
 
     Vocabularies of text files often lack the family's. No text of tokenizers with bytes has the unknown token.
     """
     if TOKENS not in text.metadata:
         return 0
-    name = _IMAGE_TOKENS[family]
     if (found := text.places(TOKENS, (name,)).get(name)) is not None:
         return found
     unknown = text.metadata.get(_UNKNOWN_TOKEN)
@@ -128,32 +121,44 @@ def _image_token(text: GGUFFile, family: str) -> int:
     return unknown
 
 
-def _with_names(vision: VisionSpec, file: GGUFFile) -> VisionSpec:
+def _permuted(file: GGUFFile, vision: VisionSpec) -> dict[str, int]:
+    """Return the tensors with heads that are stored in another order, and the dimensions of a head of each."""
+    names = (f"v.blk.{layer}.attn_{part}.weight" for layer in range(vision.tower.num_layers) for part in "qk")
+    return {name: vision.tower.head_dim for name in names if name in file.tensors}
+
+
+def _with_names(vision: VisionSpec, family: Family, file: GGUFFile) -> VisionSpec:
     """Return the spec with the names of tensors in a file."""
-    first = file.tensors.get("v.blk.0.ffn_down.weight")
-    names = _WEIGHTS
-    if first is not None and first.shape[-1] == vision.tower.hidden_size:
-        names = replace(names, feed_forward_in=("ffn_down",), feed_forward_out="ffn_up")
-    is_gemma = vision.family == "gemma3"
+    first, width = file.tensors.get("v.blk.0.ffn_down.weight"), vision.tower.hidden_size
+    is_swapped = first is not None and first.shape[-1] == width and first.shape[0] != width
+    up, down = ("ffn_down", "ffn_up") if is_swapped else ("ffn_up", "ffn_down")
+    feed_forward = vision.tower.layers[0].feed_forward
+    gate = ("ffn_gate",) if isinstance(feed_forward, FeedForward) and feed_forward.is_gated else ()
+    names = replace(_WEIGHTS, feed_forward_in=(*gate, up), feed_forward_out=down)
+    if "v.blk.0.attn_qkv.weight" in file.tensors:
+        names = replace(names, qkv=("attn_qkv",))
+    merging = None if vision.merging is None else replace(
+        vision.merging,
+        deep_norm="v.deepstack.{layer}.norm",
+        deep_projector=("v.deepstack.{layer}.fc1", "v.deepstack.{layer}.fc2"),
+        merger=None if vision.merging.merger is None else PATCH_MERGER.removesuffix(".weight"),
+    )  # fmt: skip
     return replace(
         vision,
         tower=replace(vision.tower, weights=names),
         patches="patch_embd",
         class_token="class_embd",  # noqa: S106 (no password)
         pre_norm=None if vision.pre_norm is None else "pre_ln",
-        projector_norm="soft_emb_norm" if is_gemma else None,
-        projector=("input_projection",) if is_gemma else ("0", "2"),
-        projector_prefixes=("mm.",),
+        projector_norm=None if vision.projector_norm is None else family.norm,
+        projector=family.projector,
+        projector_prefixes=("",),
+        merging=merging,
     )
 
 
-def _processor(metadata: Metadata, family: str) -> dict[str, object]:
-    """Return the settings of a processor of images: those of the family, with what the file says of them."""
-    size = metadata.size("vision.image_size")
-    edges = {"height": size, "width": size}
-    found: dict[str, object] = {"size": edges}
-    if family == "llava":
-        found = {"size": {"shortest_edge": size}, "crop_size": edges}
+def _normalization(metadata: Metadata) -> dict[str, object]:
+    """Return the mean and deviation that a processor of images computes with."""
+    found: dict[str, object] = {}
     for name in ("image_mean", "image_std"):
         stored = metadata.raw(f"vision.{name}")
         if not isinstance(stored, MetadataArray) or stored.num_items != 3:

@@ -15,8 +15,8 @@ from quire.formats.gguf.gguf_config import (
     with_single_experts,
 )
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_projector import RAISED, Projector, read_projector
-from quire.formats.gguf.gguf_weights import GGUFCheckpoint, TwoFiles, gguf_quantization, open_gguf
+from quire.formats.gguf.gguf_projector import Projector, read_projector
+from quire.formats.gguf.gguf_weights import TwoFiles, gguf_quantization, open_gguf
 from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.spec import DecoderSpec
@@ -55,7 +55,7 @@ class GGUFSource:
         stored = open_gguf(self.file, permuted, raised, self.spec.weights.embedding, quantization)
         if self.projector is None:
             return stored
-        return stored._replace(checkpoint=TwoFiles(stored.checkpoint, GGUFCheckpoint(self.projector.file, {}, RAISED)))
+        return stored._replace(checkpoint=TwoFiles(stored.checkpoint, self.projector.checkpoint))
 
     def image_processor(self) -> tuple[str, Mapping[str, object]]:
         """Return the settings of the processor of images that the encoder's file describes."""

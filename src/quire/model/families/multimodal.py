@@ -115,10 +115,7 @@ def mistral3(config: ConfigReader) -> DecoderSpec:
     own = tower_config(config, PIXTRAL_SIZES | {"patch_size": 14})
     if not config.has("vision_config") or own.raw("model_type") not in (None, PIXTRAL):
         return spec
-    pool, eps = config.size("spatial_merge_size", 2, limit=MAX_MERGE), text.number("rms_norm_eps", 1e-5)
-    vision = _pixtral_vision(config, own, spec, pool, has_bias=False)
-    merging = Merging(has_column_frequencies=True, merger="patch_merger.merging_layer")
-    return replace(spec, vision=replace(vision, projector_norm="norm", projector_norm_eps=eps, merging=merging))
+    return replace(spec, vision=mistral3_vision(config, own, spec, text.number("rms_norm_eps", 1e-5)))
 
 
 def llava(config: ConfigReader) -> DecoderSpec:
@@ -129,8 +126,7 @@ def llava(config: ConfigReader) -> DecoderSpec:
     tower = config.nested("vision_config", config.section("vision_config"))
     if tower.raw("model_type") == PIXTRAL:
         config.choice("vision_feature_select_strategy", {"full": True}, default="full")
-        own = tower_config(config, PIXTRAL_SIZES)
-        return replace(spec, vision=_pixtral_vision(config, own, spec, 1, has_bias=True))
+        return replace(spec, vision=pixtral_vision(config, tower_config(config, PIXTRAL_SIZES), spec))
     if tower.raw("model_type") not in (None, CLIP):
         return spec
     return replace(spec, vision=vision_of("llava", config, spec))
@@ -228,8 +224,16 @@ def _num_used_layers(config: ConfigReader, own: ConfigReader, default: int) -> i
     return num_used
 
 
-def _pixtral_vision(
-    config: ConfigReader, own: ConfigReader, spec: DecoderSpec, pool: int, *, has_bias: bool
+def mistral3_vision(config: ConfigReader, own: ConfigReader, spec: DecoderSpec, eps: float) -> VisionSpec:
+    """Return Mistral 3's encoder: a Pixtral, a norm, and a layer that joins squares; `eps`: the text model's norms'."""
+    pool = config.size("spatial_merge_size", 2, limit=MAX_MERGE)
+    vision = pixtral_vision(config, own, spec, pool, has_bias=False)
+    merging = Merging(has_column_frequencies=True, merger="patch_merger.merging_layer")
+    return replace(vision, projector_norm="norm", projector_norm_eps=eps, merging=merging)
+
+
+def pixtral_vision(
+    config: ConfigReader, own: ConfigReader, spec: DecoderSpec, pool: int = 1, *, has_bias: bool = True
 ) -> VisionSpec:
     """Return Pixtral's encoder (Agrawal et al. 2024): a row of tokens for each row of patches, or of their squares."""
     num_heads = own.size("num_attention_heads")

@@ -64,8 +64,11 @@ MAX_FRAMES, MAX_WINDOW = 8, 4096
 def qwen2_vl(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen2-VL (Wang et al. 2024): images of any size, positions by row and column."""
     text, spec = _qwen2_text(config)
-    if not config.has("vision_config"):
-        return spec
+    return with_qwen2_vision(config, text, spec) if config.has("vision_config") else spec
+
+
+def with_qwen2_vision(config: ConfigReader, text: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec of a text model, which `text` describes, with the encoder of a Qwen2-VL."""
     own = tower_config(config, QWEN2_VL_SIZES)
     width, ratio = own.size("embed_dim"), own.number("mlp_ratio", 4)
     if not 1 <= width * ratio <= MAX_SIZE:
@@ -85,8 +88,11 @@ def qwen2_vl(config: ConfigReader) -> DecoderSpec:
 def qwen2_5_vl(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen2.5-VL (Bai et al. 2025): windows in the encoder, positions by row and column."""
     text, spec = _qwen2_text(config)
-    if not config.has("vision_config"):
-        return spec
+    return with_qwen2_5_vision(config, text, spec) if config.has("vision_config") else spec
+
+
+def with_qwen2_5_vision(config: ConfigReader, text: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec of a text model, which `text` describes, with the encoder of a Qwen2.5-VL."""
     own = tower_config(config, QWEN25_VL_SIZES)
     axes = _axes(text, spec, (16, 24, 24), is_interleaved=False)
     merge, patch_size = own.size("spatial_merge_size", limit=MAX_MERGE), own.size("patch_size")
@@ -116,7 +122,8 @@ def _qwen2_text(config: ConfigReader) -> tuple[ConfigReader, DecoderSpec]:
 def qwen3_vl(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a Qwen3-VL (2025): interpolated positions, and outputs of early layers of its encoder."""
     text = text_config(config, {}, is_tied=False)
-    return _with_deep_vision(config, text, within(qwen3(_without_mrope(text, 5e5))))
+    spec = within(qwen3(_without_mrope(text, 5e5)))
+    return with_qwen3_vision(config, text, spec) if config.has("vision_config") else spec
 
 
 def qwen3_vl_moe(config: ConfigReader) -> DecoderSpec:
@@ -128,13 +135,11 @@ def qwen3_vl_moe(config: ConfigReader) -> DecoderSpec:
     widths = spec.hidden_size, text.size("moe_intermediate_size")
     stacked = tuple(replace(each, width=width) for each, width in zip(STACKED, widths, strict=True))
     spec = replace(spec, weights=replace(spec.weights, experts=ExpertNames(stacked=stacked)))
-    return _with_deep_vision(config, text, within(spec))
+    return with_qwen3_vision(config, text, within(spec)) if config.has("vision_config") else within(spec)
 
 
-def _with_deep_vision(config: ConfigReader, text: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
-    """Return the spec of a text model with the encoder of a Qwen3-VL, if the config has one."""
-    if not config.has("vision_config"):
-        return spec
+def with_qwen3_vision(config: ConfigReader, text: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec of a text model, which `text` describes, with the encoder of a Qwen3-VL."""
     own = tower_config(config, QWEN3_VL_SIZES | {"deepstack_visual_indexes": [8, 16, 24]})
     layers = own.raw("deepstack_visual_indexes")
     found = own.indices("deepstack_visual_indexes", own.size("depth", limit=MAX_LAYERS))
