@@ -57,3 +57,10 @@ def test_tokenizer_that_is_there_can_be_skipped(demo_model: Path, caplog: pytest
 def test_folder_that_is_no_model_is_told_as_that(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"is no folder of a model: no file config\.json$"):
         load_tokenizer(tmp_path, "required")
+
+
+def test_publishers_own_form_of_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text('{"dim": 64, "vision_encoder": {"hidden_size": 32}}')
+    (tmp_path / "consolidated.safetensors").write_bytes(bytes(16))
+    with pytest.raises(ModelError, match=r"params\.json is of a model in its publisher's own form .* its encoder of"):
+        LLM(tmp_path, skip_tokenizer_init=True)

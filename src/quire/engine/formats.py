@@ -28,6 +28,8 @@ from quire.text.text_settings import (
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
+PUBLISHERS_CONFIG = "params.json"  # Mistral's and Meta's own
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -135,6 +137,18 @@ def _gguf_tokenizer_loader(path: Path) -> "Callable[[], Tokenizer] | None":
     return gguf_tokenizer_loader(path)
 
 
+def _is_publishers(path: Path) -> bool:
+    return (path / PUBLISHERS_CONFIG).is_file() and not (path / CONFIG_FILE).exists()
+
+
+def _refuse_publishers(path: Path) -> ModelSource:
+    """Raise ModelError for a folder with Mistral's or Meta's own names of tensors, those of an encoder among them."""
+    raise ModelError(
+        f"{path}: {PUBLISHERS_CONFIG} is of a model in its publisher's own form (consolidated weights): neither its "
+        f"text model nor its encoder of images is read; Hugging Face's form of the model has a {CONFIG_FILE}"
+    )
+
+
 def _is_quantized_folder(path: Path) -> bool:
     return is_quantized(read_json_object(path, CONFIG_FILE))
 
@@ -145,4 +159,8 @@ def _read_quantized(path: Path) -> ModelSource:
     return read_quantized(path)
 
 
-FORMATS = (Format(is_gguf, _read_gguf, _gguf_tokenizer_loader), Format(_is_quantized_folder, _read_quantized))
+FORMATS = (
+    Format(is_gguf, _read_gguf, _gguf_tokenizer_loader),
+    Format(_is_publishers, _refuse_publishers),
+    Format(_is_quantized_folder, _read_quantized),
+)
