@@ -144,7 +144,8 @@ def _images(found: MemoryPlan) -> str:
     return (
         f"{found.image_tokens:,} tokens {which}: {kv_bytes} of the KV cache, {encoded} encoded; "
         f"the encoder has {format_bytes(found.vision_weight_bytes)} of the weights, and takes up to "
-        f"{format_bytes(found.encoding_bytes)} for an image of {found.most_image_tokens:,} tokens"
+        f"{format_bytes(found.encoding_bytes)} for an image of {found.most_image_tokens:,} tokens; "
+        f"up to {format_bytes(found.pixel_bytes)} of pixels are kept"
     )
 
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from quire import LLM, BeamSearchParams
 from quire.core.errors import ConfigError, InvalidRequestError, ModelError
 from quire.core.image_processing import PreparedImage
-from quire.core.images import KeptPixels, PromptImage, cache_keys
+from quire.core.images import MAX_KEPT_BYTES, KeptPixels, PromptImage, cache_keys
 from quire.core.sampling_params import as_sampling_params
 from quire.core.token_ids import pack_tokens
 from quire.engine.options import EngineOptions
 from quire.engine.requests.input_processor import TokenizedPrompt
-from quire.engine.sizing import ModelLimits, with_images
+from quire.engine.sizing import PIXEL_BYTES, ModelLimits, with_images
 from quire.kernels.choice import choose_back_end
 from quire.model.config import activation_bytes, num_parameters, spec_from_config
 from quire.model.loader import load_model
@@ -551,7 +551,7 @@ def test_a_plan_tells_what_an_image_takes(llava: Path) -> None:
     text = weight_bytes(replace(read_folder(llava).spec, vision=None), "float32")
     expected = (NUM_ROWS, NUM_ROWS * 48 * 4, vision - text)
     assert (found.image_tokens, found.image_bytes, found.vision_weight_bytes) == expected
-    assert found.most_image_tokens == NUM_ROWS
+    assert (found.most_image_tokens, found.pixel_bytes) == (NUM_ROWS, 2 * MAX_KEPT_BYTES)
 
 
 def test_encoding_takes_no_more_memory_than_is_planned_for(folder: Path) -> None:
@@ -563,12 +563,12 @@ def test_the_kv_cache_leaves_room_for_images(llava: Path) -> None:
     assert vision is not None
     options = EngineOptions(str(llava), image_cache_memory="1MiB", data_parallel_size=2)
     limits, active = ModelLimits(256, 768, None, scratch_bytes=5), activation_bytes(vision, NUM_ROWS, 4)
-    taken = 5 + (1 << 20) + active
+    taken = 5 + (1 << 20) + active + PIXEL_BYTES
     assert with_images(options, limits, vision, NUM_ROWS, 4, 2 * taken + 1).scratch_bytes == taken
-    expected = f"16 tokens takes {active} bytes while it is encoded, and image_cache_memory 1048576, 2 times"
+    expected = f"16 tokens takes {active} bytes while it is encoded, and image_cache_memory 1048576, 2 times .* kept"
     with pytest.raises(ConfigError, match=expected):
         with_images(options, limits, vision, NUM_ROWS, 4, 2 * taken)
-    model, machine = read_model(str(llava)), replace(CPU, memory_bytes=270 << 20)
+    model, machine = read_model(str(llava)), replace(CPU, memory_bytes=(270 << 20) + PIXEL_BYTES)
     plans = [plan_memory(model, machine, EngineOptions(image_cache_memory=size)) for size in ("256MiB", "1MiB")]
     assert 0 < plans[0].cache.num_blocks < plans[1].cache.num_blocks
 

@@ -20,7 +20,7 @@ from quire.core.token_ids import PackedTokens
 
 MAX_SERIAL = 2**31 - 2
 NUM_CHANNELS = 3    # RGB, a byte each
-MAX_KEPT_BYTES = 64 << 20  # pixels in an engine for further requests: 190 images of LLaVA 1.5, ten screenshots
+MAX_KEPT_BYTES = 64 << 20  # pixels in a server, and in an engine, for later requests: 190 images of LLaVA 1.5
 
 
 class ImageSpan(NamedTuple):

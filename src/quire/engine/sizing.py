@@ -8,6 +8,7 @@ from quire.core.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, CacheConfig, Sched
 from quire.core.errors import ConfigError
 from quire.core.host_limits import HOST_KV_SHARE
 from quire.core.image_processing import MAX_PATCHES, ImageSettings
+from quire.core.images import MAX_KEPT_BYTES
 from quire.core.options import parse_bytes
 from quire.engine.options import EngineOptions
 from quire.model.config import activation_bytes
@@ -17,6 +18,7 @@ from quire.scheduling.limits import AdmissionLimits
 log = logging.getLogger(__name__)
 
 MIN_STATE_SLOTS = 8
+PIXEL_BYTES = 2 * MAX_KEPT_BYTES  # pixels for later requests: an engine's, and its server's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +40,21 @@ class ModelLimits:
 def with_images(
     options: EngineOptions, limits: ModelLimits, vision: VisionSpec, most_tokens: int, itemsize: int, free_bytes: int
 ) -> ModelLimits:
-    """Return limits that leave memory for the encodings that are kept, and for encoding an image of `most_tokens`.
+    """Return limits that leave memory for kept encodings and pixels, and for encoding an image of `most_tokens`.
 
     itemsize: of the encoder's dtype. ConfigError if nothing is left beside them.
     """
     num_kept = parse_bytes(options.image_cache_memory, "image_cache_memory")
     num_active, num_engines = activation_bytes(vision, most_tokens, itemsize), options.data_parallel_size
     num_ranks = options.tensor_parallel_size // options.nnodes  # each encodes by itself
-    scratch_bytes = limits.scratch_bytes + num_ranks * (num_kept + num_active)
+    scratch_bytes = limits.scratch_bytes + num_ranks * (num_kept + num_active) + PIXEL_BYTES
     if num_engines * scratch_bytes >= free_bytes:
         num_times = num_engines * num_ranks
         cause = "max_pixels (mm_processor_kwargs) or " if vision.has_places else ""
         raise ConfigError(
             f"an image of {most_tokens} tokens takes {num_active} bytes while it is encoded, and image_cache_memory "
-            f"{num_kept}{'' if num_times == 1 else f', {num_times} times (engines and ranks)'}, but {free_bytes} are "
-            f"free; lower {cause}image_cache_memory"
+            f"{num_kept}{'' if num_times == 1 else f', {num_times} times (engines and ranks)'}, and kept pixels "
+            f"{PIXEL_BYTES} for each engine, but {free_bytes} are free; lower {cause}image_cache_memory"
         )
     return replace(limits, scratch_bytes=scratch_bytes)
 

@@ -24,7 +24,7 @@ from quire.core.plan import StepPlan
 from quire.core.speculation import ScratchBlocks
 from quire.engine.formats import find_pooler, read_source
 from quire.engine.options import EngineOptions
-from quire.engine.sizing import ModelLimits, most_image_tokens, size_engine, with_images
+from quire.engine.sizing import PIXEL_BYTES, ModelLimits, most_image_tokens, size_engine, with_images
 from quire.model.config import activation_bytes, expert_reads, num_parameters
 from quire.model.kv_cache import KVGeometry, LayerTail
 from quire.model.quantization import UNQUANTIZED
@@ -87,6 +87,7 @@ class MemoryPlan:
     vision_weight_bytes: int = 0  # the encoder of images, counted in `weight_bytes`, too
     most_image_tokens: int = 0   # placeholders of the largest image
     encoding_bytes: int = 0      # what it takes while it is encoded; the KV cache leaves room for it
+    pixel_bytes: int = 0         # pixels that an engine and its server keep; the KV cache leaves room for them, too
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -203,6 +204,7 @@ def _images(model: FoundModel, packing: Packing, options: EngineOptions, num_ran
     return {
         "most_image_tokens": most,
         "encoding_bytes": num_ranks * activation_bytes(vision, most, element_bytes),
+        "pixel_bytes": PIXEL_BYTES,
         "image_tokens": num_tokens,
         "image_bytes": num_tokens * vision.row_width * element_bytes,
         "image_size": size,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from quire.core.checks import shown
 from quire.core.frames import frame
 from quire.core.image_processing import ImageSettings
+from quire.core.images import MAX_KEPT_BYTES
 from quire.engine.requests.image_prompts import ImagePrompts, NumberedImage, image_key, salted_digest
 from quire.server.errors import invalid
 from quire.server.images import image_worker as worker
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 MAX_FETCHES = 4                 # at a time, each with an image in memory until it is decoded
 PIXEL_BYTES = 4                 # decoded: Pillow's RGB has as many as its RGBA
-MAX_KEPT_BYTES = 64 << 20       # decoded images: 190 of LLaVA 1.5, 27 of Gemma 3
 DIGEST_BYTES = 1 << 20          # past this the digest is taken in a thread: 0.5 ms on an AMD EPYC (Zen 5)
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 DETAILS = ("auto", "low", "high", "original")
