@@ -390,13 +390,21 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, kernels: st
     checkpoint = read_folder(tmp_path).open_tensors(UNQUANTIZED).checkpoint
     assert decoder.spec.mtp is not None
     own = MtpHead(decoder, WeightReader(checkpoint, decoder.spec.mtp.weights, back_end, "float32", "cpu"), "auto")
-    batch = ForwardBatch(
+    whole = ForwardBatch(
         tokens[0].numpy(), positions[0].numpy(), positions[0].numpy(), np.array([0, 40], np.int32),
         np.array([40], np.int32), np.arange(3, dtype=np.int32)[None],
-    ).taken(back_end.library)  # fmt: skip
-    batch = replace(batch, hidden=back_end.library.tensor(before[0].numpy()))
-    found = own.logits(own.forward(batch, KVCache.allocate(own.kv_geometry, 3, 16, back_end)))
-    found = torch.from_numpy(floats(found)).log_softmax(dim=-1)
+        hidden=back_end.library.tensor(before[0].numpy()),
+    )  # fmt: skip
+    cache = KVCache.allocate(own.kv_geometry, 3, 16, back_end)
+    last = floats(own.forward(whole.taken(back_end.library), cache, np.arange(1)))
+    each = replace(  # a sequence for each token, on the same blocks
+        whole, query_starts=np.arange(41, dtype=np.int32), context_lens=np.arange(1, 41, dtype=np.int32),
+        block_tables=whole.block_tables.repeat(40, axis=0),
+    )  # fmt: skip
+    hidden = own.forward(each.taken(back_end.library), cache, np.arange(40))
+    if kernels == "cpp":
+        np.testing.assert_array_equal(last[0], floats(hidden)[-1])
+    found = torch.from_numpy(floats(own.logits(hidden))).log_softmax(dim=-1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 

@@ -46,7 +46,7 @@ class LoadedDraftModel:
     def pass_bytes(self) -> tuple[int, int]:
         """Bytes of weights that a pass of one token reads, and the part of them that is read for drafts alone."""
         if isinstance(self.model, MtpHead):
-            return self.model.layer_bytes + self.model.logits_bytes, self.model.logits_bytes
+            return self.model.pass_bytes
         return self.model.read_bytes if isinstance(self.model, Decoder) else self.model.weight_bytes, 0
 
     def limits(self, target: ModelLimits, block_size: int) -> ModelLimits:

@@ -117,9 +117,8 @@ class DraftModel:
         batch = self._batch_of(spans, tables)
         before = self._hidden_before(step, first_places, inputs, batch)
         self._copy_blocks(own[partly], self._scratch[partly, 0])
-        hidden = self._forward(batch, before)
+        hidden = self._forward(batch, before, places)
         self._copy_blocks(self._scratch[partly, 0], own[partly])
-        hidden = take_rows(hidden, np.cumsum(spans.stops - spans.starts)[places] - 1)
         return self._continue(rows, limits, spans.at(places), tables[places], hidden)
 
     def _continue(
@@ -137,7 +136,8 @@ class DraftModel:
             drafting, spans = drafting[continues], spans.at(continues)
             spans = Spans(spans.rows, spans.stops, spans.stops + 1)
             if drafting.size:
-                hidden = self._forward(self._batch_of(spans, tables[drafting]), take_rows(hidden, continues))
+                batch = self._batch_of(spans, tables[drafting])
+                hidden = self._forward(batch, take_rows(hidden, continues), np.arange(drafting.size))
         found = zip(rows.rows.tolist(), rows.num_tokens.tolist(), num_drafts.tolist(), strict=True)
         return {
             row: self._batch.token_ids[row, start : start + count].tolist() for row, start, count in found if count
@@ -195,11 +195,16 @@ class DraftModel:
     ) -> Tensor | None:
         """Return what `_forward` reads beside the first batch: nothing."""
 
-    def _forward(self, batch: ForwardBatch, before: Tensor | None) -> Tensor:
-        """Run the model. Token ids that only the target has are replaced by the draft model's last one."""
+    def _forward(self, batch: ForwardBatch, before: Tensor | None, sequences: IntArray) -> Tensor:
+        """Run the model; return the hidden states [num, hidden] of the last tokens of some of a batch's sequences.
+
+        Token ids that only the target has are replaced by the draft model's last one.
+        """
+        assert not isinstance(self._model, MtpHead)
+        ends = batch.query_starts[sequences + 1].astype(np.int64) - 1
         if self._model.vocab_size < self._batch.sampling.vocab_size:
             batch = replace(batch, token_ids=batch.token_ids.clip(max=self._model.vocab_size - 1))
-        return self._model.forward(batch.taken(self._model.back_end.library), self._cache)
+        return take_rows(self._model.forward(batch.taken(self._model.back_end.library), self._cache), ends)
 
     def _choose(
         self, rows: IntArray, num_tokens: IntArray, logits: Tensor
@@ -258,9 +263,11 @@ class MtpDrafter(DraftModel):
         places = self._batch.block_tables[step.rows[spans], blocks].astype(np.int64)
         tails[places] = like(written[:, None], tails)
 
-    def _forward(self, batch: ForwardBatch, before: Tensor | None) -> Tensor:
-        """Run the head."""
-        return super()._forward(replace(batch, hidden=before), None)
+    def _forward(self, batch: ForwardBatch, before: Tensor | None, sequences: IntArray) -> Tensor:
+        """Run the head; all tokens have their keys and values written."""
+        assert isinstance(self._model, MtpHead)
+        batch = replace(batch, hidden=before).taken(self._model.back_end.library)
+        return self._model.forward(batch, self._cache, sequences)
 
 
 def _number(positions: IntArray, block_size: int) -> IntArray:
