@@ -218,15 +218,19 @@ def serving(command: list[str], port: int) -> Iterator[int]:
             process.wait()
 
 
-def ask(port: int, image: str | None, question: str) -> None:
-    """Ask for one token over HTTP."""
+def asking(port: int, image: str | None, question: str) -> urllib.request.Request:
+    """Return a request of one token; a client's JSON of an image takes a millisecond, which is no server's."""
     content: list[dict[str, Any]] = [{"type": "text", "text": question}]
     if image is not None:
         content.insert(0, {"type": "image_url", "image_url": {"url": image}})
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
-    request = urllib.request.Request(
+    return urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
+
+
+def send(request: urllib.request.Request) -> None:
+    """Send a request, and read its answer."""
     with urllib.request.urlopen(request) as reply:
         reply.read()
 
@@ -268,17 +272,17 @@ def servers(files: Path, rounds: int, dtypes: list[str], llama_server: Path | No
             with serving(command, port := ports[name]) as process:
 
                 def time_one(what: str, url: str | None, question: str) -> None:
-                    before_s = cpu_s(process)
-                    seconds[what].append(timed(lambda: ask(port, url, question)))  # noqa: B023
+                    request, before_s = asking(port, url, question), cpu_s(process)
+                    seconds[what].append(timed(lambda: send(request)))  # noqa: B023
                     of_cpu[what].append(cpu_s(process) - before_s)  # noqa: B023
 
-                ask(port, urls[-1], "Warm?")
+                send(asking(port, urls[-1], "Warm?"))
                 for number, url in enumerate(urls[:rounds]):
                     time_one(asked[0], url, "What is it?")
                     time_one(asked[1], url, "Which colours?")
-                    ask(port, urls[-2], f"Number {number}?")
+                    send(asking(port, urls[-2], f"Number {number}?"))
                     time_one(asked[2], url, "Is it noise?")
-                    ask(port, None, f"{known} {number}?")
+                    send(asking(port, None, f"{known} {number}?"))
                     time_one(asked[3], None, f"{known} Which colours?")
             for what in asked:
                 shown(f"{name}, {dtype}, {what}", seconds[what])

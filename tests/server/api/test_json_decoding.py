@@ -117,6 +117,36 @@ def test_bounds_are_exact_wherever_slices_end(slice_bytes: int, monkeypatch: pyt
             run_at_once(decoded(raw, whole, depth - 1, NO_LIMIT))
 
 
+@pytest.mark.parametrize(
+    ("value", "is_at_once"),
+    [
+        ('"' + "x" * 450_000 + '"', True),
+        ('"' + '\\\\\\"' * 1_000 + "x" * 450_000 + '"', True),
+        ('"' + "x" * json_decoding.STRING_BYTES + '"', False),
+        ("[" + "1," * 100_000 + "1]", False),
+        ("[" + '"x",' * 20_000 + "1]", False),
+        ('"' + '\\"' * 100_000 + '"', False),
+        ('["' + "\\\\" * 40 + '",' + "1," * 100_000 + '""]', False),  # numbers, which many backslashes would hide
+    ],
+    ids=["a long string", "some escapes", "too long", "numbers", "strings", "escaped quotes", "backslashes"],
+)
+def test_only_long_strings_are_decoded_at_once(value: str, is_at_once: bool) -> None:
+    raw = f'{{"a": {value}, "b": [{{}}]}}'.encode()
+    msgspec.json.decode(raw)
+    found = json_decoding.most_values_beside_strings(raw)
+    assert (found <= json_decoding.SLICE_VALUES) == is_at_once
+    assert not is_at_once or 0 <= found - size(msgspec.json.decode(raw))[1] < 1_100
+
+
+def test_values_beside_strings_are_never_counted_too_low() -> None:
+    for raw in texts(3, 1000):
+        try:
+            expected = size(msgspec.json.decode(raw))[1]
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+        assert json_decoding.most_values_beside_strings(raw) >= expected, raw
+
+
 def test_text_with_too_many_values_is_refused_before_it_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_decoding._Scan, "_scan_token", lambda *arguments: pytest.fail("scanned"))
     for raw in (b'{"a":[' + b"[]," * 10_000 + b"1]}", b'{"a":[' + b'"x",' * 10_000 + b"1]}", b'{"a":' * 10_000):

@@ -21,6 +21,8 @@ import numpy as np
 
 SLICE_BYTES = 1 << 16     # text per slice: 1 ms of decoding a list of numbers
 SLICE_VALUES = 2048       # values per slice: 0.5 ms of decoding
+STRING_BYTES = 1 << 20    # text decoded at once that is long by strings: 0.3 ms, 3 if all of it is escapes
+_MAX_BACKSLASHES = 64     # looked at in front of a quote
 _CUT_BYTES = 1 << 13      # between two places at which a list of numbers can be split
 _MEMBER_BYTES = 256       # overhead of one member, as bytes of text
 
@@ -93,6 +95,35 @@ def decoded(raw: bytes, wanted: Collection[str], max_depth: int, max_values: int
             num_bytes = 0
             yield
     return found
+
+
+def most_values_beside_strings(raw: bytes) -> int:
+    """Return how many strings, lists and objects a text has at most, if it is one to decode at once; else too many.
+
+    Strings are copied as they are decoded, so that long ones take little time: it has at most STRING_BYTES, and
+    SLICE_BYTES beside its strings. Takes 20 us for 450 KB with some quotes.
+    """
+    place = num_values = num_outside = 0
+    is_inside, too_many = False, SLICE_VALUES + 1
+    for _ in range(0 if len(raw) > STRING_BYTES else 2 * SLICE_VALUES):
+        stop = raw.find(b'"', place)
+        if is_inside:
+            tail = raw[max(stop - _MAX_BACKSLASHES, place) : stop]
+            num_backslashes = len(tail) - len(tail.rstrip(b"\\"))
+            if num_backslashes == _MAX_BACKSLASHES:
+                return too_many
+            is_inside = num_backslashes % 2 == 1  # an escaped quote ends no string
+        else:
+            outside = raw[place : stop if stop >= 0 else len(raw)]
+            num_outside += len(outside)
+            num_values += 1 + outside.count(b"[") + outside.count(b"{")
+            is_inside = True
+        if num_outside > SLICE_BYTES:
+            return too_many
+        if stop < 0:
+            return num_values
+        place = stop + 1
+    return too_many
 
 
 class _Scan:

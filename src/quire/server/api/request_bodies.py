@@ -25,6 +25,7 @@ from quire.server.api.json_decoding import (
     TooManyValuesError,
     decoded,
     loads,
+    most_values_beside_strings,
 )
 from quire.server.errors import invalid, unsupported
 from quire.server.http.application import CLIENT_ID
@@ -153,11 +154,13 @@ def schema_of(body_type: type[BaseModel]) -> Schema:
 async def read_body(request: Request, body_type: type[B]) -> B:
     """Return the body of a request. ApiError, or InvalidRequestError, names the first invalid field.
 
-    A large body is decoded in slices, one per lane and iteration of the event loop, clients in rotation.
+    A large body is decoded in slices, one per lane and iteration of the event loop, clients in rotation; not one that
+    is large by long strings, as of an image.
     """
     service: Service = request.app.state.service
     raw = await _raw(request)
-    if len(raw) <= SLICE_BYTES and (num_values := _most_values(raw)) <= SLICE_VALUES:
+    num_values = _most_values(raw) if len(raw) <= SLICE_BYTES else most_values_beside_strings(raw)
+    if num_values <= SLICE_VALUES:
         return _body_of(_object(raw, num_values, body_type, service.options), body_type, service.options)
     async with service.decode_lanes.slot(request.scope[CLIENT_ID], is_long=len(raw) > LONG_BYTES):
         given = await run_sliced(_object_in_slices(raw, body_type, service.options))
