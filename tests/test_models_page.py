@@ -10,7 +10,6 @@ from model_tables import (
     Cases,
     gguf_name,
     has_latents,
-    has_mambas,
     has_states,
     has_value_norms,
     is_refused,
@@ -38,11 +37,11 @@ def test_every_family_has_a_case_plain_and_with_options() -> None:
 def test_families_combine_alike(settings: dict[str, Any]) -> None:
     """The table of combinations has a column for those with latents, delta nets, Mamba-2, and value norms each."""
     by_latents = settings.items() & {"kv_cache_dtype": "fp8", "device": "cuda"}.items()
-    is_on_gpu, has_ranks = "device" in settings, "tensor_parallel_size" in settings
+    is_on_gpu = "device" in settings
     expected = {
         name: (bool(by_latents) and has_latents(name)) or (is_on_gpu and (has_states(name) or has_value_norms(name)))
-        or (has_ranks and has_mambas(name)) for name in FAMILIES
-    }  # fmt: skip
+        for name in FAMILIES
+    }
     assert {name: is_refused(name, settings) for name in FAMILIES} == expected
 
 

@@ -226,11 +226,6 @@ def has_states(architecture: str) -> bool:
     return FAMILIES[architecture](config_of(architecture)).has_states
 
 
-def has_mambas(architecture: str) -> bool:
-    """Return whether a family has layers of Mamba-2."""
-    return bool(FAMILIES[architecture](config_of(architecture)).mambas)
-
-
 def has_value_norms(architecture: str) -> bool:
     """Return whether a family normalizes values: Gemma 4."""
     return any(attention.has_value_norm for attention in FAMILIES[architecture](config_of(architecture)).attentions)

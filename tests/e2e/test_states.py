@@ -110,9 +110,18 @@ def test_mamba_beside_keys_and_values_in_8_bits_has_the_bits_of_requests_alone(
             assert [answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)] == expected
 
 
-def test_ranks_of_mamba_are_refused_by_name(mambas: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2: layers of Mamba-2 are not supported yet"):
-        LLM(mambas["bamba"], tensor_parallel_size=2)
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize(("name", "num_ranks", "mode"), [("granite 4 h", 3, "swap"), ("nemotron-h", 2, "recompute")])
+def test_ranks_of_mamba_have_the_bits_of_one_in_every_way_at_once(
+    mambas: dict[str, Path], name: str, num_ranks: int, mode: str
+) -> None:
+    """Each of three ranks has the whole group of a Granite; of a Nemotron-H each of two has a group."""
+    stats, poison = check_all_at_once(
+        mambas[name], ISAS[0], "bfloat16", mode, num_state_slots=30, tensor_parallel_size=num_ranks
+    )
+    assert stats.states["used_slots"] == stats.states["swap_used_slots"] == 0
+    assert poison.num_poisoned_slots > 100
 
 
 @pytest.fixture(scope="module")

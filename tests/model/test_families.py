@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.core.arrays import dtype_name
-from quire.core.errors import ConfigError, ModelError
+from quire.core.errors import ModelError
 from quire.extension.isas import usable_isas
 from quire.kernels.back_end import BackEnd
 from quire.kernels.choice import choose_back_end
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
-from quire.model.sharding import Ranks, check_shardable
+from quire.model.sharding import Ranks
 from quire.model.source import read_folder
 from quire_lab.sim.footprint import weight_bytes
 from support.random_parameters import randomize
@@ -1072,10 +1072,6 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, checkpoint: Checkpoin
         pytest.skip("the kernels do not serve these heads")
     folder = checkpoint(case)
     tokens, back_end = random_tokens(PROMPT_LEN), choose_back_end(torch.device("cpu"), "cpp")
-    if (spec := read_folder(folder).spec).mambas:
-        with pytest.raises(ConfigError, match="tensor_parallel_size 2: layers of Mamba-2 are not supported yet"):
-            check_shardable(spec, 2)
-        return
 
     def load(ranks: Ranks | None) -> Decoder:
         decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=PROMPT_LEN, ranks=ranks)
@@ -1086,7 +1082,7 @@ def test_ranks_have_the_bits_of_one(case: str, dtype: str, checkpoint: Checkpoin
     def use(decoder: Decoder) -> Tensor:
         return paged_runner(decoder).run("a", tokens, [7, 1, 28])
 
-    assert_ranks_have_the_bits_of_one(spec, load, use)
+    assert_ranks_have_the_bits_of_one(read_folder(folder).spec, load, use)
 
 
 SUMMED = [

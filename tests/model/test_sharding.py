@@ -6,8 +6,9 @@ import pytest
 
 from quire.core.errors import ConfigError
 from quire.model.config import spec_from_config
+from quire.model.shapes import LinearShape
 from quire.model.sharding import Shard, check_shardable, head_ranges, shifted
-from quire.model.spec import DecoderSpec, DeltaNet, Part
+from quire.model.spec import DecoderSpec, DeltaNet, Mamba, Part
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 301, "hidden_size": 896, "intermediate_size": 4864,
@@ -70,6 +71,50 @@ def test_a_rank_has_value_heads_beside_their_key_heads(num_ranks: int, is_tiled:
         for place, head in enumerate(range(*values)):
             read = place % own.num_key_heads if is_tiled else place // (own.num_value_heads // own.num_key_heads)
             assert keys[0] + read == (head % net.num_key_heads if is_tiled else head // group)
+
+
+@pytest.mark.parametrize(
+    ("has_norm", "num_groups", "num_ranks", "expected"),
+    [
+        (True, 2, 2, [((0, 4), (0, 1)), ((4, 8), (1, 2))]),
+        (False, 2, 3, [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 8), (1, 2))]),
+        (False, 1, 3, [((0, 3), (0, 1)), ((3, 6), (0, 1)), ((6, 8), (0, 1))]),
+    ],
+)
+def test_a_rank_has_heads_of_mamba_beside_their_group(
+    has_norm: bool, num_groups: int, num_ranks: int, expected: list[object]
+) -> None:
+    mamba = Mamba(num_groups, num_heads=8, state_dim=32, head_dim=16, taps=4, has_norm=has_norm)
+    assert head_ranges(mamba, num_ranks) == expected
+    ranks = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    for shard, (heads, groups) in zip(ranks, head_ranges(mamba, num_ranks), strict=True):
+        own = shard.local_mamba(mamba)
+        assert [stop - start for start, stop in shard.mamba_ranges(mamba)] == list(own.sections)
+        assert (own.num_heads, own.num_groups) == (heads[1] - heads[0], groups[1] - groups[0])
+    with pytest.raises(ConfigError, match="9 is above the model's 8 heads of Mamba-2"):
+        head_ranges(replace(mamba, has_norm=False), 9)
+
+
+def test_a_rank_has_all_heads_of_mamba_where_ranks_would_divide_a_group_that_is_normed() -> None:
+    mamba = Mamba(num_groups=2, num_heads=8, state_dim=32, head_dim=16, taps=4)
+    assert head_ranges(mamba, 3) == [((0, 8), (0, 2))] * 3
+    rows = [Shard(rank, 3).mamba_ranges(mamba) for rank in range(3)]
+    assert [shifted(each, mamba.sections) for each in rows] == [
+        [(0, 128), (128, 144), (256, 256), (320, 320), (384, 384)],
+        [(128, 128), (144, 256), (256, 272), (320, 320), (384, 384)],
+        [(128, 128), (256, 256), (272, 320), (320, 384), (384, 392)],
+    ]
+    assert Shard(0, 3).local_mamba(mamba) == mamba
+    spec = spec_of(14, 2).with_layers(lambda layer: replace(layer, beside=mamba))
+    with pytest.raises(ConfigError, match="reduce': the heads of a Mamba-2 are normed in 2 groups, which 3 ranks"):
+        check_shardable(spec, 3, "reduce")
+
+
+def test_adapters_add_to_all_outputs_of_layers_that_ranks_have_whole() -> None:
+    shape, layer = LinearShape(("gate",), (48,), 896), spec_of(14, 2).layers[0]
+    for op in ("layer_gate", "layer_out", "latent_in", "latent_out"):
+        assert Shard(1, 2, "reduce").adapted_ranges(layer, op, shape) == [(0, 48)]
+        assert Shard(1, 2, "gather").adapted_ranges(layer, op, shape) == [(32, 48)]
 
 
 def test_outputs_are_cut_at_strips_as_evenly_as_they_can_be() -> None:

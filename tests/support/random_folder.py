@@ -24,6 +24,13 @@ HYBRID: dict[str, object] = {
     "head_dim": 16, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "full_attention_interval": 2, "max_position_embeddings": 128,
 }  # fmt: skip
+# One with attention and a Mamba-2 of 6 heads side by side.
+PARALLEL_HYBRID: dict[str, object] = {
+    "architectures": ["FalconH1ForCausalLM"], "vocab_size": 320, "hidden_size": 96, "intermediate_size": 112,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "mamba_d_ssm": 96,
+    "mamba_n_heads": 6, "mamba_d_state": 32, "max_position_embeddings": 128,
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "ssm_out_multiplier": 0.5,
+}  # fmt: skip
 
 
 def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:

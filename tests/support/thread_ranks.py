@@ -91,7 +91,8 @@ def assert_ranks_have_the_bits_of_one(
     rank_counts: Sequence[int] = (2, 3, 4),
 ) -> None:  # fmt: skip
     """Compare what `use` returns for a whole decoder with what it does for the ranks."""
-    alone, most = use(load(None)), min([spec.num_heads, *(net.num_value_heads for net in spec.delta_nets)])
+    counts = *(net.num_value_heads for net in spec.delta_nets), *(each.num_heads for each in spec.mambas)
+    alone, most = use(load(None)), min([spec.num_heads, *counts])
     for num_ranks in (count for count in rank_counts if count <= most):
         found = logits_of_ranks(num_ranks, spec, load, use)
         assert torch.equal(found, alone), f"{num_ranks} ranks"

@@ -35,7 +35,7 @@ from quire.model.shapes import (
     NormShape,
     ShortConvShapes,
 )
-from quire.model.sharding import DELTA_OPS, Cut, Range, Ranks, Shard, shifted
+from quire.model.sharding import DELTA_OPS, Cut, Range, Ranks, Shard, has_whole, shifted
 from quire.model.spec import (
     Attention,
     DecoderSpec,
@@ -197,6 +197,8 @@ class LayerBuilder:
         if beside is not None:
             assert self._shapes.beside is not None
             self._mamba(beside, self._shapes.beside, source, "y")
+            if self._ranks is not None:
+                self.exchange("beside", "y", self._ranks.shard.cut(self._spec.hidden_size))
             self._scale("beside", "y", factor_beside)
         self.mixer(source)
         self._scale("mixer", "x", factor)
@@ -406,23 +408,37 @@ class LayerBuilder:
     def _mamba(self, mamba: Mamba, shapes: MambaShapes, source: str, out: str = "x") -> None:
         """Append a Mamba-2 of `source`: project, compute over the states of sequences, project.
 
-        The multipliers of what is convolved are in the convolution's weight, which is of float32.
+        The multipliers of what is convolved are in the convolution's weight, which is of float32. A rank has its heads
+        alone, and their states; or a part of the projections, and all heads, if ranks would divide a group that is
+        normed together.
         """
-        weights, vector = self._weights, self._weights.vector
-        self.linear("mamba_in", shapes.mamba_in, source, "mamba_inputs")
-        gate, *channels, rate = mamba.multipliers
-        conv_weight, decay = vector(shapes.conv_weight).reshape(-1, mamba.taps).T, vector(shapes.rate)
-        if set(channels) != {1.0}:
-            factors = np.repeat(np.array(channels, np.float32), mamba.sections[1:4])
+        weights, vector, cut, own = self._weights, self._weights.vector, None, mamba
+        rows = taps = channels = numbers = columns = None
+        if self._ranks is not None:
+            shard = self._ranks.shard
+            rows = shard.mamba_ranges(mamba)
+            if not has_whole(mamba, shard.num_ranks):
+                cut, own = shard.mixed_cut(mamba), shard.local_mamba(mamba)
+                numbers, columns = [shard.heads(mamba).query], [cut.of(shard.rank)]
+                channels = shifted(rows[1:4], mamba.sections[1:4])
+                taps = [(start * mamba.taps, stop * mamba.taps) for start, stop in channels]
+        self.linear("mamba_in", shapes.mamba_in, source, "mamba_inputs", rows)
+        if self._ranks is not None and cut is None:
+            self.exchange("mamba_in", "mamba_inputs", self._ranks.shard.cut(sum(mamba.sections)))
+        gate, *multipliers, rate = mamba.multipliers
+        conv_weight = vector(shapes.conv_weight, ranges=taps).reshape(-1, mamba.taps).T
+        decay = vector(shapes.rate, ranges=numbers)
+        if set(multipliers) != {1.0}:
+            factors = np.repeat(np.array(multipliers, np.float32), own.sections[1:4])
             conv_weight = conv_weight * weights.taken(factors)
         spec = MambaSpec(
-            MambaHeads(mamba.num_groups, mamba.num_heads, mamba.state_dim, mamba.head_dim),
+            MambaHeads(own.num_groups, own.num_heads, own.state_dim, own.head_dim),
             contiguous(conv_weight),
-            None if shapes.conv_bias is None else vector(shapes.conv_bias),
+            None if shapes.conv_bias is None else vector(shapes.conv_bias, ranges=channels),
             -decay if mamba.has_plain_rate else exp(decay),
-            vector(shapes.rate_bias),
-            vector(shapes.skip),
-            None if shapes.norm_weight is None else vector(shapes.norm_weight),
+            vector(shapes.rate_bias, ranges=numbers),
+            vector(shapes.skip, ranges=numbers),
+            None if shapes.norm_weight is None else vector(shapes.norm_weight, ranges=columns),
             self._spec.norm_eps,
             ring_length(mamba.taps, self._shared.max_truncated),
             mamba.is_norm_first,
@@ -431,7 +447,9 @@ class LayerBuilder:
         )
         compute, names = weights.back_end.mamba, ("mamba_inputs", "mixed")
         self._append("mamba", special_ops.MambaOp(f"{self._stem}mamba", self._state_index, spec, compute, *names))
-        self.linear("mamba_out", shapes.mamba_out, "mixed", out)
+        if cut is not None:
+            self.exchange("mamba", "mixed", cut)
+        self._mixer_out("mamba_out", shapes.mamba_out, "mixed", cut, out)
 
     def _attention(self, attention: Attention, shapes: AttentionShapes, source: str) -> None:
         """Append attention of `source`: project, normalize per head, rotate and write to the cache, attend, project.
@@ -556,18 +574,18 @@ class LayerBuilder:
             self.exchange("attention", "attended", cut)
         self._mixer_out("attention_out", shape, "attended", cut)
 
-    def _mixer_out(self, name: Place, shape: LinearShape, x: str, cut: Cut | None) -> None:
+    def _mixer_out(self, name: Place, shape: LinearShape, x: str, cut: Cut | None, out: str = "x") -> None:
         """Append the last projection of a mixer; `cut`: the ranks' columns of x, None: there is one rank."""
         ranks = self._ranks
         if ranks is None or ranks.shard.mode == "gather":
-            self.linear(name, shape, x, "x", self._ranges(shape))
+            self.linear(name, shape, x, out, self._ranges(shape))
             return
         assert cut is not None, "columns of ranks"
         inputs, hook = cut.of(ranks.shard.rank), ranks.sum(self._spec.hidden_size)
         linear, _ = self._weights.partial_linear(
             shape, lambda unit: inputs, dtype=hook.partial_dtype, has_bias=ranks.shard.rank == 0  # adds it once
         )
-        self._append(name, special_ops.SummedLinearOp(self._stem + name, linear, x, "x", hook, inputs))
+        self._append(name, special_ops.SummedLinearOp(self._stem + name, linear, x, out, hook, inputs))
 
     def feed_forward(self, source: str, out: str) -> None:
         """Append a feed-forward of `source`: two projections, or a mixture of experts. The stream lacks its output."""

@@ -89,6 +89,7 @@ class LinearShape(NamedTuple):
     quantized with the others. `num_gated_heads`: the rows of the first module are, for each of so many heads, those of
     a query and as many of a gate; all queries are kept first, then all gates. `is_by_head`: the groups are those of
     heads, each of which is kept as two layers, of its rows of the first count transposed and of those of the second.
+    `is_cut_anywhere`: ranges of rows of the one module are taken from the whole, where formats cannot be cut.
     """
 
     modules: tuple[str, ...]
@@ -102,6 +103,7 @@ class LinearShape(NamedTuple):
     is_by_head: bool = False
     num_gated_heads: int = 0
     counts: tuple[int, ...] = ()
+    is_cut_anywhere: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -138,7 +140,7 @@ class ExpertShapes(NamedTuple):
         experts = [
             _feed_forward(
                 tuple(name.format(expert=number) for name in names.expert_in),
-                names.expert_out.format(expert=number), width, mixture.expert, share,
+                names.expert_out.format(expert=number), inputs, mixture.expert, share,
             )
             for number in range(mixture.num_experts)
         ]  # fmt: skip
@@ -322,7 +324,7 @@ class MambaShapes(NamedTuple):
         assert names.mamba_skip is not None
         assert names.mamba_out is not None
         return cls(
-            mamba_in=LinearShape((names.mamba_in,), (sum(mamba.sections),), hidden, mamba.has_bias),
+            mamba_in=LinearShape((names.mamba_in,), mamba.sections, hidden, mamba.has_bias, is_cut_anywhere=True),
             conv_weight=VectorShape(
                 f"{names.mamba_conv}.weight", (channels, mamba.taps) if is_plain else (channels, 1, mamba.taps)
             ),

@@ -21,9 +21,12 @@ if TYPE_CHECKING:  # they load NumPy, and options are read without it
 ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
 HEAD_OPS = "qkv", "query_up", "kv_up"  # linear layers of attention that are divided by heads
 DELTA_OPS = "delta_in", "delta_rates"  # linear layers of gated delta nets
+MAMBA_OPS = ("mamba_in",)  # linear layers of Mamba-2
+WHOLE_OPS = "layer_gate", "layer_out", "latent_in", "latent_out"  # each rank has them whole, where ranks add
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
 Range = tuple[int, int]  # [start, stop)
 Mode = Literal["gather", "reduce"]
+WithHeads = Attention | DeltaNet | Mamba
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class Cut:
 class HeadRange(NamedTuple):
     """Consecutive heads of one rank, and the KV heads that they read; ranks may share a KV head.
 
-    Of a gated delta net those are its value heads, and its key heads.
+    Of a gated delta net those are its value heads, and its key heads; of a Mamba-2 its heads, and its groups.
     """
 
     query: Range
@@ -83,7 +86,7 @@ class Shard:
             )
         return Cut(tuple(min(bound * unit, width) for bound in _even_bounds(-(-width // unit), self.num_ranks)))
 
-    def heads(self, mixer: Attention | DeltaNet) -> HeadRange:
+    def heads(self, mixer: WithHeads) -> HeadRange:
         """Return the heads of this rank."""
         return head_ranges(mixer, self.num_ranks)[self.rank]
 
@@ -91,8 +94,7 @@ class Shard:
         """Return the ranks' columns of what a mixer returns, before its last projection."""
         if isinstance(mixer, ShortConv):
             return self.cut(mixer.width)
-        assert not isinstance(mixer, Mamba), "a Mamba-2 of one rank, `check_shardable` refuses others"
-        dim = mixer.output_dim if isinstance(mixer, Attention) else mixer.value_dim
+        dim = mixer.value_dim if isinstance(mixer, DeltaNet) else mixer.width // mixer.num_heads
         return Cut((0, *(heads.query[1] * dim for heads in head_ranges(mixer, self.num_ranks))))
 
     def ranges(self, shape: LinearShape) -> list[Range]:
@@ -101,15 +103,19 @@ class Shard:
 
     def adapted_ranges(self, layer: LayerSpec, op: str, shape: LinearShape) -> list[Range]:
         """Return this rank's outputs of the linear op `op` of a layer, `qkv` or another one, count by count."""
+        whole = [(0, count) for count in shape.num_rows]
+        if self.mode == "reduce" and op in WHOLE_OPS:
+            return whole
         if isinstance(layer.mixer, DeltaNet) and op in DELTA_OPS:
             return self.delta_ranges(layer.mixer, op)
+        if op in MAMBA_OPS:
+            return self.mamba_ranges(next(each for each in layer.mixers if isinstance(each, Mamba)))
         if layer.attention is None or op not in HEAD_OPS:
             return self.ranges(shape)
         if isinstance(layer.attention, LatentAttention):
             return self.latent_ranges(layer.attention, op)
-        if layer.attention.is_query_key_norm_over_heads:  # needs the outputs of all heads
-            return [(0, count) for count in shape.num_rows]
-        return list(self.qkv_ranges(layer.attention))
+        # A norm over all heads needs the outputs of all.
+        return whole if layer.attention.is_query_key_norm_over_heads else list(self.qkv_ranges(layer.attention))
 
     def qkv_ranges(self, attention: Attention) -> tuple[Range, ...]:
         """Return this rank's outputs of the query, key and value projections, of those that there are."""
@@ -125,6 +131,22 @@ class Shard:
             return [(start, stop)] * 2
         keys, values = (first * net.key_dim, last * net.key_dim), (start * net.value_dim, stop * net.value_dim)
         return [keys, keys, values, values]
+
+    def mamba_ranges(self, mamba: Mamba) -> list[Range]:
+        """Return this rank's gates, values, keys, queries and time steps of a Mamba-2: those of its heads.
+
+        Of one that each rank has whole, its part of all columns.
+        """
+        if has_whole(mamba, self.num_ranks):
+            first, last = self.cut(sum(mamba.sections)).of(self.rank)
+            starts = accumulate(mamba.sections, initial=0)
+            ends = ([min(max(end - start, 0), count) for end in (first, last)]
+                    for start, count in zip(starts, mamba.sections, strict=False))  # fmt: skip
+            return [(own_start, own_stop) for own_start, own_stop in ends]
+        (start, stop), (first, last) = self.heads(mamba)
+        values = start * mamba.head_dim, stop * mamba.head_dim
+        keys = first * mamba.state_dim, last * mamba.state_dim
+        return [values, values, keys, keys, (start, stop)]
 
     def latent_ranges(self, latent: LatentAttention, op: str) -> list[Range]:
         """Return this rank's outputs of a linear op of attention over latents, which every rank has whole."""
@@ -145,7 +167,16 @@ class Shard:
         heads = self.heads(net)
         return replace(net, num_key_heads=heads.num_kv_heads, num_value_heads=heads.num_heads)
 
+    def local_mamba(self, mamba: Mamba) -> Mamba:
+        """Return a Mamba-2 of this rank's heads."""
+        heads = self.heads(mamba)
+        return replace(mamba, num_groups=heads.num_kv_heads, num_heads=heads.num_heads)
+
     def _local_layer(self, layer: LayerSpec) -> LayerSpec:
+        if layer.beside is not None:
+            layer = replace(layer, beside=self.local_mamba(layer.beside))
+        if isinstance(layer.mixer, Mamba):
+            return replace(layer, mixer=self.local_mamba(layer.mixer))
         if isinstance(layer.mixer, ShortConv):
             first, stop = self.mixed_cut(layer.mixer).of(self.rank)
             return replace(layer, mixer=replace(layer.mixer, width=stop - first))
@@ -157,7 +188,7 @@ class Shard:
         return layer.with_attention(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
 
-def head_ranges(mixer: Attention | DeltaNet, num_ranks: int) -> list[HeadRange]:
+def head_ranges(mixer: WithHeads, num_ranks: int) -> list[HeadRange]:
     """Return the heads of each rank.
 
     KV heads are divided, each with the query heads that read it; where there are fewer than ranks, the query heads of a
@@ -166,6 +197,10 @@ def head_ranges(mixer: Attention | DeltaNet, num_ranks: int) -> list[HeadRange]:
     kind = "attention heads"
     if isinstance(mixer, DeltaNet):
         num_heads, num_kv_heads, kind = mixer.num_value_heads, mixer.num_key_heads, "value heads of gated delta nets"
+    elif isinstance(mixer, Mamba):
+        num_heads, num_kv_heads, kind = mixer.num_heads, mixer.num_groups, "heads of Mamba-2"
+        if has_whole(mixer, num_ranks):
+            return [HeadRange((0, num_heads), (0, num_kv_heads))] * num_ranks
     else:
         num_heads, num_kv_heads = mixer.num_heads, mixer.num_kv_heads
     if num_ranks > num_heads:
@@ -183,6 +218,11 @@ def head_ranges(mixer: Attention | DeltaNet, num_ranks: int) -> list[HeadRange]:
         first = kv_head * group
         found += [HeadRange((first + a, first + b), (kv_head, kv_head + 1)) for a, b in pairwise(bounds)]
     return found
+
+
+def has_whole(mamba: Mamba, num_ranks: int) -> bool:
+    """Return whether each rank computes all heads of a Mamba-2: ranks would divide a group that is normed together."""
+    return mamba.has_norm and num_ranks > mamba.num_groups
 
 
 def _tiled_ranges(net: DeltaNet, num_ranks: int) -> list[HeadRange]:
@@ -203,11 +243,15 @@ def _tiled_ranges(net: DeltaNet, num_ranks: int) -> list[HeadRange]:
 
 def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") -> None:
     """Raise ConfigError for a model that cannot be split over so many ranks."""
-    mixers: list[Attention | DeltaNet] = [*spec.attentions, *spec.delta_nets]
+    mixers: list[WithHeads] = [*spec.attentions, *spec.delta_nets, *spec.mambas]
     for mixer in mixers:
         head_ranges(mixer, num_ranks)
-    if spec.mambas:
-        raise ConfigError(f"tensor_parallel_size {num_ranks}: layers of Mamba-2 are not supported yet")
+    groups = next((each.num_groups for each in spec.mambas if has_whole(each, num_ranks)), None)
+    if groups is not None and mode == "reduce":
+        raise ConfigError(
+            f"tensor_parallel_mode 'reduce': the heads of a Mamba-2 are normed in {groups} groups, which "
+            f"{num_ranks} ranks cannot divide; use --tensor-parallel-mode gather"
+        )
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

@@ -292,7 +292,7 @@ class WeightReader:
         for module, counts in shape.module_rows:
             name, total = self._prefix + module, sum(counts)
             own, left = left[: len(counts)], left[len(counts) :]
-            if ranges is None or shape.num_groups > 1:  # rows in groups are taken from the whole
+            if ranges is None or shape.num_groups > 1 or shape.is_cut_anywhere:  # the rows are taken from the whole
                 found.append(ModuleRows.whole(name, total))
             else:
                 found += [ModuleRows(name, total, *rows) for rows in shifted(own, counts)]
@@ -421,7 +421,7 @@ class WeightReader:
 
 def row_order(shape: LinearShape, ranges: Sequence[Range] | None = None) -> Array | None:
     """Return the places of a layer's rows, or of ranges of them, among those that are read; None: they are in order."""
-    if shape.num_groups > 1:
+    if shape.num_groups > 1 or (shape.is_cut_anywhere and ranges is not None):
         return ungrouped(shape, ranges)
     if not shape.num_gated_heads:
         return None

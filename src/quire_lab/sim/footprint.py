@@ -24,7 +24,7 @@ from quire.model.shapes import (
     layer_shapes,
     vision_shapes,
 )
-from quire.model.sharding import DELTA_OPS, HEAD_OPS, Range, Shard
+from quire.model.sharding import DELTA_OPS, HEAD_OPS, MAMBA_OPS, Range, Shard
 from quire.model.spec import DecoderSpec, LayerSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -195,9 +195,10 @@ def _shapes_of_shard(
 ) -> list[Shape | None]:
     """Return the shapes of what a rank has of a layer: a part of the linear layers but routers, and everything else."""
     of_layer = LayerShapes.of(spec, layer)
-    by_heads = {} if of_layer.mixer is None else {
-        shape: op for op, shape in of_layer.mixer._asdict().items()
-        if op in (*HEAD_OPS, *DELTA_OPS) and shape is not None
+    mixers = (each for each in (of_layer.mixer, of_layer.beside) if each is not None)
+    by_heads = {
+        shape: op for mixer in mixers for op, shape in mixer._asdict().items()
+        if op in (*HEAD_OPS, *DELTA_OPS, *MAMBA_OPS) and shape is not None
     }  # fmt: skip
     if shard.mode == "reduce":
         own = _summed_shapes(layer, of_layer, by_heads, shard, quantization, stem)
@@ -226,10 +227,11 @@ def _summed_shapes(
     if isinstance(shapes.mixer, ShortConvShapes):
         conv_in = shapes.mixer.conv_in
         own[conv_in] = _own_part(conv_in, shard.ranges(conv_in))
-    if layer.mixer is not None and shapes.mixer is not None:
-        out = shapes.mixer[-1]
-        assert isinstance(out, LinearShape)
-        own[out] = of_inputs(out, shard.mixed_cut(layer.mixer).of(shard.rank))
+    for mixer, of_mixer in ((layer.mixer, shapes.mixer), (layer.beside, shapes.beside)):
+        if mixer is not None and of_mixer is not None:
+            out = of_mixer[-1]
+            assert isinstance(out, LinearShape)
+            own[out] = of_inputs(out, shard.mixed_cut(mixer).of(shard.rank))
     for up, down in shapes.feed_forwards:
         group_size = quantization.scheme([stem + down.modules[0]]).group_size
         one_scale = group_size in (0, WHOLE_ROW) or group_size >= down.width

@@ -43,7 +43,8 @@ def two_nodes(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [pytest.param("folder", 2, marks=pytest.mark.matrix), ("folder", 4), ("hybrid", 2)]
+    ("name", "num_ranks"),
+    [pytest.param("folder", 2, marks=pytest.mark.matrix), ("folder", 4), ("hybrid", 2), ("parallel_hybrid", 2)],
 )
 def test_answers_have_the_bits_of_one_process(name: str, num_ranks: int, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(name)

@@ -21,7 +21,7 @@ from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
-from support.random_folder import HYBRID, MIXTURE, write_random_folder
+from support.random_folder import HYBRID, MIXTURE, PARALLEL_HYBRID, write_random_folder
 from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
 from support.server import is_running, wait_until
 from support.stopping import stopped
@@ -146,6 +146,8 @@ def distance(outputs: list[RequestOutput], others: list[RequestOutput]) -> float
         ("wide_heads", 3, {"tensor_parallel_mode": "reduce", "quantization": "int4", "quantization_group_size": 32}),
         ("hybrid", 2, {}), ("hybrid", 4, {"quantization": "int8", "dtype": "bfloat16"}),
         ("hybrid", 4, {"tensor_parallel_mode": "reduce"}),  # 3 key heads, 6 value heads
+        ("parallel_hybrid", 4, {"quantization": "int8", "dtype": "bfloat16"}),
+        ("parallel_hybrid", 3, {"tensor_parallel_mode": "reduce"}),
     ],
 )  # fmt: skip
 def test_plan_is_what_the_ranks_hold(
@@ -181,6 +183,7 @@ FUSED: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     ),
     "norms over all heads": (SMALL | {"architectures": ["Olmo2ForCausalLM"]}, ALL),
     "gated delta nets": (HYBRID, (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")),
+    "Mamba-2 beside attention": (PARALLEL_HYBRID, (*ALL, "in_proj", "out_proj")),
 }  # fmt: skip
 
 
