@@ -123,7 +123,7 @@ public:
         : weights_(op.weights), x_(op.x + first * op.x_stride), x_stride_(op.x_stride),
           scored_(op.scored + first * op.scored_stride), scored_stride_(op.scored_stride), out_(op.out + first * op.out_stride),
           out_stride_(op.out_stride), partial_(partial ? partial + first * op.out_stride : nullptr), num_rows_(num_rows),
-          num_experts_(static_cast<long>(weights_.in.size())), width_(weights_.router.in_features),
+          num_experts_(static_cast<long>(weights_.in.size())), width_(weights_.in.front().in_features),
           num_outputs_(weights_.out[0].out_features), num_places_(places_of(weights_)) {}
 
     static long places_of(const ExpertWeights& weights) { return weights.routing.num_chosen + weights.routing.has_shared; }
@@ -319,7 +319,7 @@ void experts(const Experts<T>& op) {
     const ExpertWeights& weights = op.weights;
     // Ranks that exchange inner columns are to take the same rows at once, so the sizes are those of all ranks.
     const long widest = std::max(weights.out.front().in_features, weights.out.back().in_features);
-    const long place_bytes = weights.router.in_features * static_cast<long>(sizeof(T) + sizeof(float)) + widest * static_cast<long>(sizeof(T));
+    const long place_bytes = weights.in.front().in_features * static_cast<long>(sizeof(T) + sizeof(float)) + widest * static_cast<long>(sizeof(T));
     const long at_once = std::max(1L, SCRATCH_BYTES / (place_bytes * SomeRows<T>::places_of(weights)));
     static thread_local Aligned<float> memory;
     float* partial = weights.result_exchange.sum ? memory.at_least(op.num_rows * op.out_stride) : nullptr;

@@ -260,6 +260,12 @@ NEMOTRON_NANO = {
     "ssm_state_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
     "moe_shared_expert_intermediate_size": 3712, "max_position_embeddings": 262_144, "time_step_limit": [0.0, math.inf],
 }  # fmt: skip
+NEMOTRON_SUPER = NEMOTRON_NANO | {
+    "hidden_size": 4096, "num_hidden_layers": 88, "mamba_num_heads": 128, "n_routed_experts": 512,
+    "hybrid_override_pattern": "MEMEMEM*" + 2 * "EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME",
+    "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024,
+}  # fmt: skip
 FALCON_H1 = {
     "architectures": ["FalconH1ForCausalLM"], "vocab_size": 32_784, "hidden_size": 1024, "intermediate_size": 2048,
     "num_hidden_layers": 36, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536,
@@ -285,13 +291,14 @@ BAMBA = {
         (GRANITE_TINY, 6.94, 4 * 2 * 4 * 128 * 2, 36, 48, (64, 128, 1)),
         (GRANITE_SMALL, 32.2, 4 * 2 * 8 * 128 * 2, 36, 128, (64, 128, 1)),
         (NEMOTRON_NANO, 31.6, 6 * 2 * 2 * 128 * 2, 23, 64, (64, 128, 8)),
+        (NEMOTRON_SUPER, 120.6, 8 * 2 * 2 * 128 * 2, 40, 128, (64, 128, 8)),
         (FALCON_H1, 0.521, 36 * 2 * 2 * 64 * 2, 36, 24, (64, 128, 1)),
         (FALCON_H1_34B, 33.6, 72 * 2 * 4 * 128 * 2, 72, 32, (128, 256, 2)),
         (BAMBA, 9.78, 3 * 2 * 8 * 128 * 2, 29, 128, (64, 128, 1)),
     ],
     ids=[
         "Granite-4.0-H-Micro", "Granite-4.0-H-Tiny", "Granite-4.0-H-Small", "Nemotron-3-Nano-30B-A3B",
-        "Falcon-H1-0.5B", "Falcon-H1-34B", "Bamba-9B",
+        "Nemotron-3-Super-120B-A12B", "Falcon-H1-0.5B", "Falcon-H1-34B", "Bamba-9B",
     ],
 )  # fmt: skip
 def test_published_hybrids_of_mamba_have_the_sizes_of_their_configs(
@@ -310,7 +317,7 @@ def test_published_hybrids_of_mamba_have_the_sizes_of_their_configs(
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (NEMOTRON_NANO, {"moe_latent_size": 64}, "moe_latent_size = 64 is not supported yet: experts between two"),
+        (NEMOTRON_NANO, {"moe_latent_size": 0}, "moe_latent_size must be an integer from 1 to"),
         (NEMOTRON_NANO, {"attention_bias": True}, "attention_bias = True is not supported yet"),
         (NEMOTRON_NANO, {"mlp_bias": True}, "mlp_bias = True is not supported yet: experts have no biases"),
         (NEMOTRON_NANO, {"n_shared_experts": 2}, "n_shared_experts = 2 is not supported yet"),

@@ -536,6 +536,13 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "num_experts_per_tok": 3}
         | {"routed_scaling_factor": 2.5},
     ),
+    "nemotron-h, experts between projections": (
+        "NemotronH",
+        NEMOTRON
+        | {"layers_block_type": ["moe", "linear_attention", "full_attention", "moe"], "n_routed_experts": 6}
+        | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "num_experts_per_tok": 3}
+        | {"routed_scaling_factor": 2.5, "moe_latent_size": 24},
+    ),
     "nemotron-h, experts in groups, biases": (
         "NemotronH",
         NEMOTRON
@@ -1090,6 +1097,7 @@ SUMMED = [
     "llama, grouped, tied", "llama, biases, own head width", "qwen2", "qwen3", "olmo2, biases, own eps, llama3 rope",
     "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2", "lfm2", "lfm2, every option",
     *MIXTURES, "lfm2 moe", "qwen2 moe, every option", "qwen3 next", "qwen3.5, text",
+    "falcon h1, factors", "nemotron-h", "nemotron-h, experts between projections",
 ]  # fmt: skip
 
 

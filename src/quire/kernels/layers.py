@@ -109,8 +109,8 @@ class ExpertLayer(Protocol):
     def __call__(self, x: Tensor, scored: Tensor | None = None) -> Tensor:
         """Return the weighted results of each row's experts in x's dtype, for x [num_rows, width].
 
-        scored: what the router scores, as x; None: x. The results are [num_rows, width], of a split mixture this rank's
-        columns of it.
+        scored: what the router scores, [num_rows, its inputs]; None: x. The results are [num_rows, width], of a split
+        mixture this rank's columns of it.
         """
 
 

@@ -17,7 +17,7 @@ from quire.kernels.tensors import Tensor, added, clipped, empty_like, multiplied
 class ExpertsOp:
     """out = the weighted results of each row's experts; of ranks, each has some of the columns.
 
-    The router scores x, or another activation of its width.
+    The router scores x, or another activation.
     """
 
     name: str

@@ -592,13 +592,41 @@ class LayerBuilder:
         shapes, mixture = self._shapes, self._layer.feed_forward
         assert mixture is not None, "a layer without a feed-forward"
         name: Place = "feed_forward_out"
-        if isinstance(mixture, Experts):
+        if isinstance(mixture, Experts) and mixture.latent_size:
+            self._latent_experts(mixture, source, out)
+        elif isinstance(mixture, Experts):
             assert shapes.experts is not None
             experts = self._experts(mixture, shapes.experts)
             self._append(name, special_ops.ExpertsOp(self._stem + name, experts, source, out))
         else:
             self._dense(source, out)
         self._end_sublayer(name, out, shapes.feed_forward_output_norm)
+
+    def _latent_experts(self, mixture: Experts, source: str, out: str) -> None:
+        """Append experts of a projection of `source`, projected back, beside a shared one (Nemotron 3 Super, NVIDIA).
+
+        The router scores `source` itself. Ranks that gather have columns of both summands.
+        """
+        latent_in, latent_out, experts = self._shapes.latent_in, self._shapes.latent_out, self._shapes.experts
+        assert latent_in is not None
+        assert latent_out is not None
+        assert experts is not None
+        shard, width = None if self._ranks is None else self._ranks.shard, self._spec.hidden_size
+        is_split = shard is not None and shard.mode == "gather"
+        in_ranges, out_ranges = (self._ranges(each) if is_split else None for each in (latent_in, latent_out))
+        self.linear("latent_in", latent_in, source, "latent", in_ranges)
+        if shard is not None:
+            self.exchange("latent_in", "latent", shard.cut(mixture.latent_size))
+        layer = self._experts(mixture, experts)
+        self.ops.append(special_ops.ExpertsOp(f"{self._stem}experts", layer, "latent", "routed", source))
+        if shard is not None:
+            self.exchange("experts", "routed", shard.cut(mixture.latent_size))
+        self.linear("latent_out", latent_out, "routed", "y", out_ranges)
+        self._dense(source, out)
+        if out_ranges is not None:
+            ((first, stop),) = out_ranges
+            width = stop - first
+        self.ops.append(ops.AddOp(f"{self._stem}experts_sum", out, "y", out, width))
 
     def _dense(self, source: str, out: str) -> None:
         """Append the two projections of a dense feed-forward of `source`."""
@@ -620,10 +648,11 @@ class LayerBuilder:
 
     def _experts(self, mixture: Experts, shapes: ExpertShapes) -> ExpertLayer:
         """Read a mixture of experts; a rank has some outputs of both layers of each, or some inner columns."""
-        weights, ranks, width = self._weights, self._ranks, shapes.router.width
+        weights, ranks, width = self._weights, self._ranks, shapes.experts[0][0].width
         float32 = weights.back_end.library.dtype("float32")
+        shared = mixture.shared if len(shapes.experts) > mixture.num_experts else None
         routing = Routing(
-            mixture.num_active, mixture.is_normalized, has_shared=mixture.shared is not None,
+            mixture.num_active, mixture.is_normalized, has_shared=shared is not None,
             is_sigmoid=mixture.is_sigmoid, has_bias=mixture.has_choice_bias, factor=mixture.factor,
             is_shared_scored=mixture.is_shared_scored, num_groups=mixture.num_groups,
             num_kept_groups=mixture.num_kept_groups, num_group_keys=mixture.num_group_keys,
@@ -641,8 +670,8 @@ class LayerBuilder:
             found.append(Expert(weights.linear(up, self._ranges(up)), layer_out))
         if ranks is not None:
             first, stop = ranks.shard.cut(width).of(ranks.shard.rank)
-            shared = None if mixture.shared is None else ranks.gather(ranks.shard.cut(mixture.shared.size))
-            split = ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), shared)
+            of_shared = None if shared is None else ranks.gather(ranks.shard.cut(shared.size))
+            split = ExpertSplit(stop - first, ranks.gather(ranks.shard.cut(mixture.expert.size)), of_shared)
         return weights.experts(shapes, found, routing, split)
 
     def _end_sublayer(self, name: str, out: str, norm: NormShape | None) -> None:

@@ -135,8 +135,8 @@ class ExpertShapes(NamedTuple):
 
     @classmethod
     def of(cls, names: ExpertNames, width: int, mixture: Experts) -> "ExpertShapes":
-        """Return the shapes of a mixture of a model of a width."""
-        share = Fraction(mixture.num_active, mixture.num_experts)
+        """Return the shapes of a mixture of a model of a width; without a shared expert beside latents."""
+        share, inputs = Fraction(mixture.num_active, mixture.num_experts), mixture.latent_size or width
         experts = [
             _feed_forward(
                 tuple(name.format(expert=number) for name in names.expert_in),
@@ -146,7 +146,7 @@ class ExpertShapes(NamedTuple):
         ]  # fmt: skip
         rows, has_bias = (mixture.num_experts,), mixture.has_router_bias
         router = LinearShape((names.router,), rows, width, has_bias, is_always_dense=True)
-        if mixture.shared is not None:
+        if mixture.shared is not None and not mixture.latent_size:
             experts.append(_feed_forward(names.shared_in, names.shared_out, width, mixture.shared))
             if mixture.is_shared_scored:
                 router = router._replace(modules=(names.router, names.shared_gate), num_rows=(mixture.num_experts, 1))
@@ -362,10 +362,12 @@ class LayerShapes(NamedTuple):
     layer_out: LinearShape | None
     layer_output_norm: NormShape | None
     scale: VectorShape | None
+    latent_in: LinearShape | None
+    latent_out: LinearShape | None
 
     @classmethod
     def of(cls, spec: DecoderSpec, layer: LayerSpec) -> "LayerShapes":
-        """Return the shapes of a layer of a model."""
+        """Return the shapes of a layer of a model; the feed-forward beside latents is the shared expert."""
         names, width, mixer, feed_forward = spec.weights, spec.hidden_size, layer.mixer, layer.feed_forward
         up, down, experts, expert_norms, expert_names = None, None, None, None, names.experts or ExpertNames()
         if isinstance(feed_forward, FeedForward):
@@ -373,6 +375,9 @@ class LayerShapes(NamedTuple):
         mixture = feed_forward if isinstance(feed_forward, Experts) else layer.experts_beside
         if mixture is not None:
             experts = ExpertShapes.of(expert_names, width, mixture)
+            if mixture.latent_size and mixture.shared is not None:
+                up, down = _feed_forward(expert_names.shared_in, expert_names.shared_out, width, mixture.shared)
+        latents = 0 if mixture is None else mixture.latent_size
         if layer.experts_beside is not None:
             fields = ExpertNormShapes._fields
             expert_norms = ExpertNormShapes(*(_norm(spec, getattr(expert_names, name), width) for name in fields))
@@ -399,6 +404,8 @@ class LayerShapes(NamedTuple):
             layer_out=layer_out,
             layer_output_norm=layer_output_norm,
             scale=_vector(names.layer_scale, 1) if layer.has_scale else None,
+            latent_in=LinearShape((expert_names.latent_in,), (latents,), width) if latents else None,
+            latent_out=LinearShape((expert_names.latent_out,), (width,), latents) if latents else None,
         )
 
     @property
@@ -415,7 +422,7 @@ class LayerShapes(NamedTuple):
             named |= {} if mixer is None else mixer._asdict()
         named |= {
             "feed_forward_in": self.up, "feed_forward_out": self.down, "layer_gate": self.layer_gate,
-            "layer_out": self.layer_out,
+            "layer_out": self.layer_out, "latent_in": self.latent_in, "latent_out": self.latent_out,
         }  # fmt: skip
         return {
             name: shape for name, shape in named.items() if isinstance(shape, LinearShape) and not shape.is_always_dense

@@ -31,8 +31,7 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
 Place = Literal[  # ops of a layer that a part may follow
     "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
     "conv_out", "delta_in", "delta_rates", "delta", "delta_out", "mamba_in", "mamba", "mamba_out",
-    "feed_forward_norm", "feed_forward_in", "feed_forward_out", "layer_gate",
-    "layer_out",
+    "feed_forward_norm", "feed_forward_in", "feed_forward_out", "latent_in", "latent_out", "layer_gate", "layer_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
@@ -87,6 +86,8 @@ class ExpertNames:
     expert_out: str = DOWN
     stacked: tuple[StackedTensor, ...] = STACKED
     stacked_names: Mapping[str, str] = field(default_factory=dict)
+    latent_in: str = ""                                    # experts between two projections
+    latent_out: str = ""
     shared_gate: str = "mlp.shared_expert_gate"
     shared_in: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_out: str = "mlp.shared_expert.down_proj"
@@ -220,6 +221,7 @@ class Experts:
     num_kept_groups: int = 1
     num_group_keys: int = 2            # a group is as good as the sum of so many of its best experts
     has_scales: bool = False           # an expert's weight is times a number of its own
+    latent_size: int = 0               # width between two projections, of all but the shared expert; 0: there are none
 
     def __post_init__(self) -> None:
         if self.num_active > self.num_experts:
@@ -230,6 +232,7 @@ class Experts:
         num_kept = self.num_experts // self.num_groups * self.num_kept_groups
         if self.num_active > num_kept:
             raise SpecError(f"{self.num_active} experts of each token are more than {num_kept} in the kept groups")
+        assert self.shared is not None or not self.latent_size, "latents without a shared expert beside them"
 
     @property
     def active_size(self) -> int:

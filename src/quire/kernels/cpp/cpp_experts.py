@@ -26,7 +26,7 @@ class CppExperts:
         self._layers = (router, *layers_in, *layers_out)
         self.num_bytes = sum(layer.num_bytes for layer in self._layers)
         self._split = split  # kept: the extension calls its exchanges
-        self.width, num_scores = router.sizes
+        (self.num_scored, num_scores), self.width = router.sizes, layers_in[0].sizes[0]
         self.num_outputs = self.width if split is None else split.num_outputs
         num_routed = len(experts) - routing.has_shared
         num_wanted = len(experts) if routing.is_shared_scored else num_routed
@@ -69,9 +69,9 @@ class CppExperts:
         rows = np.ascontiguousarray(converted(x, self._dtype))
         scored = rows if scored is None else np.ascontiguousarray(converted(scored, self._dtype))
         assert rows.shape[1] == self.width, f"{x.shape} for {self.width} inputs"
-        assert scored.shape == rows.shape, f"{scored.shape} for {rows.shape}"
+        assert scored.shape == (len(rows), self.num_scored), f"{scored.shape} for {self.num_scored} inputs"
         out = np.empty((len(rows), self.num_outputs), self._dtype)
-        sizes = len(rows), self.width, address(scored), self.width, address(out), self.num_outputs
+        sizes = len(rows), self.width, address(scored), self.num_scored, address(out), self.num_outputs
         _COMPUTE[self._dtype](address(rows), *sizes, self.weights)
         return converted(out, x.dtype)
 

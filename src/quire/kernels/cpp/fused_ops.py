@@ -308,7 +308,7 @@ def _linear(op: ops.LinearOp, buffers: Buffers) -> list[object]:
 def _experts(op: special_ops.ExpertsOp, buffers: Buffers) -> list[object]:
     assert isinstance(op.experts, CppExperts)
     x = buffers.read(op.x, op.experts.width)
-    scored = -1 if op.scored is None else buffers.read(op.scored, op.experts.width)
+    scored = -1 if op.scored is None else buffers.read(op.scored, op.experts.num_scored)
     out = buffers.write(op.out, op.experts.num_outputs)
     return [_kernels.ExpertsOp(x, scored, out, op.experts.weights)]
 

@@ -189,6 +189,8 @@ NEMOTRON_WEIGHTS = WeightMap(
         expert_out=_DOWN_OF_EXPERT,
         shared_in=("mixer.shared_experts.up_proj",),
         shared_out="mixer.shared_experts.down_proj",
+        latent_in="mixer.fc1_latent_proj",
+        latent_out="mixer.fc2_latent_proj",
         stacked=(
             StackedTensor("mixer.experts.up_proj", (f"{_UP_OF_EXPERT}.weight",)),
             StackedTensor("mixer.experts.down_proj", (f"{_DOWN_OF_EXPERT}.weight",)),
@@ -202,11 +204,10 @@ NEMOTRON_ACTIVATIONS: dict[str, Activation] = {"relu2": "relu2"}
 
 
 def nemotron_h(config: ConfigReader) -> DecoderSpec:
-    """Return the spec of a Nemotron-H or Nemotron 3 Nano: each layer a mixer or a feed-forward (NVIDIA 2025)."""
+    """Return the spec of a Nemotron-H, Nemotron 3 Nano or Super: each layer a mixer or a feed-forward (NVIDIA 2025)."""
     config.reject("attention_bias", False, why="projections of attention have no biases")
     config.reject("residual_in_fp32", False, why="hidden states are of the model's dtype")
     config.reject("sliding_window", why="its attention has no window")
-    config.reject("moe_latent_size", why="experts between two projections of all are not computed")
     kinds = _nemotron_layers(config)
     num_heads, hidden_size = config.size("num_attention_heads", 32), config.size("hidden_size", 4096)
     head_key = "attention_head_dim" if config.has("attention_head_dim") else "head_dim"
@@ -288,6 +289,7 @@ def _nemotron_experts(config: ConfigReader, activation: Activation) -> Experts:
         factor=config.number("routed_scaling_factor", 1.0),
         num_groups=config.size("n_group", 1, limit=num_experts),
         num_kept_groups=config.size("topk_group", 1, limit=num_experts),
+        latent_size=config.size("moe_latent_size") if config.has("moe_latent_size") else 0,
     )
 
 
