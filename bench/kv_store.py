@@ -22,7 +22,7 @@ import numpy as np
 from quire.core.kv_identity import KVIdentity, StoredBlock
 from quire.engine.formats import read_source
 from quire.execution.kv_slots import SlotTable, record_bytes
-from quire.execution.kv_store import KVStore
+from quire.execution.kv_store import CacheBlocks, KVStore
 from quire.kernels.choice import choose_back_end
 from quire.model.loader import load_model
 from quire.model.packed_weights import weights_digest
@@ -58,7 +58,7 @@ def disk(folder: Path, rounds: int) -> None:
     arrays = [np.random.RandomState(seed).randint(0, 1 << 16, (2, 2048), np.uint16) for seed in range(48)]
     for _ in range(rounds):
         place = folder / "kv"
-        store = KVStore.open(place, 256 << 20, arrays, BLOCK_SIZE, IDENTITY)
+        store = KVStore.open(place, 256 << 20, CacheBlocks(arrays), BLOCK_SIZE, IDENTITY)
         blocks, longest_s, num_written = path_of(num_blocks, store.scope_key(b"")), 0.0, 0
         started_s = time.perf_counter()
         for block in blocks:
@@ -78,7 +78,7 @@ def disk(folder: Path, rounds: int) -> None:
             if found is cold:
                 drop_page_cache(place)
             started_s = time.perf_counter()
-            store = KVStore.open(place, 256 << 20, arrays, BLOCK_SIZE, IDENTITY)
+            store = KVStore.open(place, 256 << 20, CacheBlocks(arrays), BLOCK_SIZE, IDENTITY)
             open_s = time.perf_counter() - started_s
             found.append(timed(lambda store=store: read(store)))
             store.close()

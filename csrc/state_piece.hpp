@@ -174,11 +174,15 @@ protected:
 
     // To each slot that was written, the inputs that are needed after its state. The sequence's own slot is the last: where it
     // is the one that was read, its ring loses inputs that a snapshot near the start of the step needs. copy(position, row): a
-    // token's inputs to a row of a ring.
+    // token's inputs to a row of a ring. A snapshot's ring has inputs of the sequence alone: it may be stored.
     template <typename Copy>
     void keep_inputs(Copy copy) const {
-        for (long i = 0; i < num_stops_; i++)
-            if (stops_[i].slot != write_) keep_inputs(stops_[i].slot, stops_[i].position, stops_[i].position, copy);
+        for (long i = 0; i < num_stops_; i++) {
+            const auto [position, slot] = stops_[i];
+            if (slot == write_) continue;
+            for (long each = position; each < position + op_.length; each++) copy(position - 1, ring(slot, each));
+            keep_inputs(slot, position, position, copy);
+        }
         if (write_ >= 0) keep_inputs(write_, commit_to_, stop_, copy);
     }
 

@@ -217,8 +217,6 @@ def test_engines_and_one_that_has_slept_have_the_bits_of_one(model: Path) -> Non
 def test_what_is_not_served_is_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match="memory_policy 'contiguous-max' is not supported for a model that keeps"):
         LLM(model, memory_policy="contiguous-max")
-    with pytest.raises(ConfigError, match=r"kv_disk_dir '/nowhere' is not supported .* keeps states"):
-        LLM(model, kv_disk_dir="/nowhere")
     with pytest.raises(ConfigError, match="prefill_engines 1 is not supported for a model that keeps states; use 0"):
         check_states(EngineOptions(str(model), data_parallel_size=2, prefill_engines=1), "cpu")
     with pytest.raises(ConfigError, match="device 'cuda' is not supported for a model that keeps states"):

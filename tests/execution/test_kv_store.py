@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from quire.core.errors import ConfigError
-from quire.core.kv_identity import NO_PARENT, StoredBlock
+from quire.core.kv_identity import NO_PARENT, StateParts, StoredBlock
 from quire.execution import kv_store
-from quire.execution.kv_store import PIECE_BYTES, KVStore, LoadedBlocks, digest
+from quire.execution.kv_store import PIECE_BYTES, CacheBlocks, KVStore, LoadedBlocks, digest
 from quire.extension import _kernels
 from support.fuzz_seeds import fuzz
 from support.stored_blocks import (
@@ -195,7 +195,7 @@ def test_blocks_beyond_the_cache_are_refused(opened: Store) -> None:
 
 def test_block_of_several_pieces_is_stored(place: Path) -> None:
     arrays = [np.random.RandomState(seed).randint(0, 256, (2, PIECE_BYTES // 2 + 9), np.uint8) for seed in range(5)]
-    own = KVStore.open(place, 16 << 20, arrays, BLOCK_SIZE, IDENTITY)
+    own = KVStore.open(place, 16 << 20, CacheBlocks(arrays), BLOCK_SIZE, IDENTITY)
     block = StoredBlock(0, NO_PARENT, tokens(1), own.scope_key(b""))
     assert own.begin_write(block, 0)
     assert own.wait(60)
@@ -297,8 +297,8 @@ def test_link_in_place_of_a_file_is_not_followed(
 def test_size_for_no_block_is_refused(place: Path) -> None:
     least = size_of(1)
     with pytest.raises(ConfigError, match=f"kv_disk_size of {least - 1} bytes holds no KV block; the least is {least}"):
-        KVStore.open(place, least - 1, open_store(place).tensors, BLOCK_SIZE, IDENTITY)
-    assert KVStore.open(place, least, open_store(place).tensors, BLOCK_SIZE, IDENTITY).num_slots == 1
+        KVStore.open(place, least - 1, CacheBlocks(open_store(place).tensors), BLOCK_SIZE, IDENTITY)
+    assert KVStore.open(place, least, CacheBlocks(open_store(place).tensors), BLOCK_SIZE, IDENTITY).num_slots == 1
 
 
 def test_each_engine_has_a_folder(opened: Store, place: Path) -> None:
@@ -405,13 +405,32 @@ def test_younger_folders_stay_while_they_fit(place: Path, monkeypatch: pytest.Mo
     assert kept[-1] == set()
 
 
+def test_parts_of_a_state_are_its_bytes_over_all_layers() -> None:
+    generator = np.random.RandomState(1)
+    tensors = [generator.randint(0, 256, (5, 40), np.uint8), generator.randint(0, 256, (5, 24), np.uint8)]
+    states = [generator.randint(0, 256, (3, width), np.uint8) for width in (70, 130)]
+    cache, before = CacheBlocks(tensors, states), [each.copy() for each in states]
+    assert cache.parts == StateParts(5, 4)
+    rows = np.full((4, 64), 0xFF, np.uint8)
+    for number, row in zip(cache.parts.numbers(1), rows, strict=True):
+        cache.copy_out(number, row)
+    assert rows.tobytes() == before[0][1].tobytes() + before[1][1].tobytes() + bytes(56)
+    for number, row in zip(cache.parts.numbers(2), rows, strict=True):
+        cache.copy_in(row, number)
+    for state, old in zip(states, before, strict=True):
+        assert np.array_equal(state, old[[0, 1, 1]])
+    assert len({cache.parts.tokens(8)[start : start + 32] for start in range(0, 128, 32)}) == 4
+    cache.copy_out(4, rows[0])
+    assert rows[0].tobytes() == tensors[0][4].tobytes() + tensors[1][4].tobytes()
+
+
 def test_descriptors_memory_and_disk_are_flat_over_ten_times_the_slots(place: Path) -> None:
     def usage() -> tuple[int, int, int, int]:
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         return len(os.listdir("/proc/self/fd")), threading.active_count(), disk_bytes(place), resident
 
     arrays = [np.random.RandomState(seed).randint(0, 256, (2, 32 << 10), np.uint8) for seed in range(4)]
-    own = KVStore.open(place, 8 << 20, arrays, BLOCK_SIZE, IDENTITY)
+    own = KVStore.open(place, 8 << 20, CacheBlocks(arrays), BLOCK_SIZE, IDENTITY)
     scope, samples = own.scope_key(b""), list[tuple[int, int, int, int]]()
     for round_number in range(10):
         blocks = [StoredBlock(slot, slot - 1, tokens(slot, round_number), scope) for slot in range(own.num_slots)]

@@ -276,6 +276,22 @@ def test_snapshots_near_the_start_of_a_step_in_place_are_whole(spec: Spec, isa: 
             assert torch.equal(rest, expected[position:]), f"{position}, of a step from {start} to {stop}"
 
 
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+@SPECS
+def test_a_snapshot_has_nothing_of_what_its_slot_held(spec: Spec, isa: str) -> None:
+    """It may be stored, and read by others: it is a function of its tokens, whatever they were divided into."""
+    inputs, found = make_inputs(30, spec.heads), set[bytes]()
+    for held, cut in ((0xFF, 0), (0x55, 15), (0, 2)):
+        runner = Runner(computed_by(isa, spec), spec, torch.float32)
+        runner.states[:] = held
+        if cut:
+            runner.step((inputs, whole(cut)))
+        runner.step((inputs, Entry(cut, 30, 0 if cut else -1, 0, cut, 30, ((16, 3),))))
+        ring_bytes = 4 * spec.length * spec.heads.inputs
+        found.add(bytes(runner.states[3, : StateShape(spec.heads, spec.length, "float32").ring_offset + ring_bytes]))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(

@@ -352,18 +352,18 @@ def two_lives(seed: int, **kind: bool) -> tuple[float, float]:
     return written, loaded
 
 
-@pytest.mark.parametrize("kind", ["plain", "crowded", "windowed", "late"])
+@pytest.mark.parametrize("kind", ["plain", "crowded", "windowed", "late", "stateful"])
 def test_random_runs_over_a_store_are_safe_live_and_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "MIN_BLOCKS", 1)
     monkeypatch.setattr(kv_reads, "READ_LIMIT_S", 0.02)
     totals = [two_lives(seed, **{} if kind == "plain" else {kind: True}) for seed in range(10, 24)]
     assert sum(written for written, _ in totals) > 100
-    assert sum(loaded for _, loaded in totals) > 20
+    assert sum(loaded for _, loaded in totals) > (5 if kind == "stateful" else 20)  # blocks alone are not loaded
 
 
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["plain", "crowded", "windowed", "late"])
+@pytest.mark.parametrize("kind", ["plain", "crowded", "windowed", "late", "stateful"])
 def test_many_random_runs_over_a_store_are_safe_live_and_right(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads, "MIN_BLOCKS", 1)
     monkeypatch.setattr(kv_reads, "READ_LIMIT_S", 0.02)

@@ -291,3 +291,20 @@ def test_faults_would_show(fault: Callable[[pytest.MonkeyPatch], None], monkeypa
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         drafting_runs(range(100, 160))
+
+
+def test_slot_that_is_loaded_into_is_taken_before_a_snapshot_of_a_running_sequence() -> None:
+    """The tree has none to evict: the load ends without its state, and may not publish it."""
+    machine = harness(num_state_slots=2)
+    states = machine.cache.states
+    assert states is not None
+    assert states.lease(90)
+    assert states.lease(91)
+    assert not states.lease(92)
+    machine.add(PROMPT, max_tokens=2)
+    machine.run()
+    assert states.leased(90) is None
+    states.publish_lease(90, 0)
+    states.end_lease(91)
+    machine.check()
+    machine.assert_empty()

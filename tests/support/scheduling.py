@@ -24,6 +24,7 @@ from quire.core.config import (
 )
 from quire.core.deltas import SequenceDelta
 from quire.core.errors import InvalidRequestError
+from quire.core.kv_identity import NO_STATES, StateParts
 from quire.core.plan import UNMEASURED, MeasuredRates, StepPlan, decode_plan, decode_result, encode
 from quire.core.pooling import GENERATE, BeamTask, PinTask, Scope
 from quire.core.sampling_params import BeamSearchParams, SamplingParams, as_sampling_params
@@ -453,10 +454,12 @@ def random_run(
 def make_disk(harness: Harness, store: "ScriptedStore", policy: DiskWritePolicy = "all") -> KVDisk:
     """Give a harness a disk tier over a store, as after a restart; its clock goes on with each look."""
     stored = StoredBlocks(store.num_slots, harness.block_size)
-    store.open(harness.executor.memory, harness.block_size)
+    num_states = len(harness.executor.states)
+    parts = StateParts(harness.cache.num_blocks, 3) if num_states else NO_STATES
+    store.open(harness.executor.memory, harness.block_size, harness.executor.states, parts)
     stored.recover(store.recovered())
     loads = harness.cache.loads = Loads(harness.cache, 1 << 21)
-    loads.disk = DiskTier(harness.cache, stored, store.scope_key, policy)
+    loads.disk = DiskTier(harness.cache, stored, store.scope_key, policy, parts)
     return KVDisk(loads, loads.disk, store, count(0.0, 0.0005).__next__)  # type: ignore[arg-type]
 
 

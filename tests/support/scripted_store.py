@@ -7,8 +7,11 @@ of keys and values. A block that is read is given back as it was written, or not
 import random
 from collections.abc import Sequence
 
-from quire.core.kv_identity import NO_PARENT, StoredBlock
+from quire.core.kv_identity import NO_PARENT, NO_STATES, StateParts, StoredBlock
 from quire.execution.kv_store import Finished, LoadedBlocks, Written
+from support.fake_executor import FakeState
+
+Payload = list[int] | FakeState
 
 
 class ScriptedStore:
@@ -21,12 +24,14 @@ class ScriptedStore:
     ) -> None:  # fmt: skip
         self.num_slots, self._rng = num_slots, rng
         self.memory, self.block_size = list[int](), 1
+        self.states, self.parts = list[FakeState | None](), NO_STATES
+        self._partial: dict[int, FakeState] = {}          # slots of states with their first parts
         self._most_turns, self._bad_rate, self._never_rate = most_turns, bad_rate, never_rate
         self._num_staged = num_staged                     # blocks on their way out at once
-        self.disk: dict[int, tuple[StoredBlock, list[int]]] = {}
-        self._writing: list[tuple[int, StoredBlock, list[int]]] = []   # turns left
+        self.disk: dict[int, tuple[StoredBlock, Payload]] = {}
+        self._writing: list[tuple[int, StoredBlock, Payload]] = []   # turns left
         self._reading: dict[int, tuple[int, list[StoredBlock]]] = {}
-        self._loaded: dict[int, list[list[int]]] = {}
+        self._loaded: dict[int, list[Payload]] = {}
         self._dropped = set[int]()
         self.is_on, self.num_bytes = True, 0
         self.num_hung = 0
@@ -34,9 +39,12 @@ class ScriptedStore:
         self.spoilt = set[int]()                          # slots with bytes that have changed
         self._postpone_rate = 0.0 if never_postpones else 0.1
 
-    def open(self, memory: list[int], block_size: int) -> None:
+    def open(
+        self, memory: list[int], block_size: int, states: list[FakeState | None], parts: StateParts
+    ) -> None:
         """Begin anew with what is on the disk, over the memory of an executor."""
-        self.memory, self.block_size = memory, block_size
+        self.memory, self.block_size, self.states, self.parts = memory, block_size, states, parts
+        self._partial.clear()
         self._writing.clear()
         self._reading.clear()
         self._loaded.clear()
@@ -58,7 +66,12 @@ class ScriptedStore:
         if len(self._writing) >= self._num_staged:
             return False
         assert block.slot not in self.disk, f"slot {block.slot} is written over a block that was not forgotten"
-        payload = self.memory[source * self.block_size : (source + 1) * self.block_size]
+        payload: Payload = self.memory[source * self.block_size : (source + 1) * self.block_size]
+        if (number := source - self.parts.num_blocks) >= 0 and self.parts.num_parts:
+            state = self.states[number // self.parts.num_parts]
+            assert state is not None, "a part of a state that was never written"
+            assert not state.ring, "a part of no snapshot"
+            payload = state
         self._writing.append((self._rng.randint(0, self._most_turns), block, payload))
         return True
 
@@ -91,8 +104,8 @@ class ScriptedStore:
             ended.append(LoadedBlocks(job, len(good), 1, 0.0))
         return ended
 
-    def _read(self, blocks: list[StoredBlock]) -> list[list[int]]:
-        good = []
+    def _read(self, blocks: list[StoredBlock]) -> list[Payload]:
+        good = list[Payload]()
         for block in blocks:
             record = self.disk.get(block.slot)
             if record is None or record[0] != block or block.slot in self.spoilt or self._rng.random() < self._bad_rate:
@@ -102,7 +115,18 @@ class ScriptedStore:
 
     def take_into(self, job: int, destinations: Sequence[int]) -> None:
         for payload, block in zip(self._loaded.pop(job), destinations, strict=False):
-            self.memory[block * self.block_size : (block + 1) * self.block_size] = payload
+            if isinstance(payload, FakeState):
+                self._put_part(payload, block - self.parts.num_blocks)
+            else:
+                self.memory[block * self.block_size : (block + 1) * self.block_size] = payload
+
+    def _put_part(self, state: FakeState, number: int) -> None:
+        slot, part = divmod(number, self.parts.num_parts)
+        if part == 0:
+            self._partial[slot], self.states[slot] = state, None
+        assert self._partial[slot] == state, "parts of two states"
+        if part == self.parts.num_parts - 1:
+            self.states[slot] = self._partial.pop(slot)
 
     def drop(self, job: int) -> None:
         if self._loaded.pop(job, None) is None:

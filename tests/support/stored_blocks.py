@@ -19,7 +19,7 @@ import numpy as np
 
 from quire.core.kv_identity import NO_PARENT, KVIdentity, StoredBlock
 from quire.execution import kv_folder, kv_slots, kv_store
-from quire.execution.kv_store import FOLDER_BYTES, KVStore, LoadedBlocks, Written
+from quire.execution.kv_store import FOLDER_BYTES, CacheBlocks, KVStore, LoadedBlocks, Written
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 16, 12, 6
 SHAPES = ((NUM_BLOCKS, 2, 24), (NUM_BLOCKS, 7), (NUM_BLOCKS, 2, 24))  # tensors, block by block
@@ -47,7 +47,8 @@ def open_store(
 ) -> "Store":  # fmt: skip
     """Open a store with a cache of its own."""
     tensors, num_bytes = cache(), size_of(num_slots)
-    return Store(KVStore.open(directory, num_bytes, tensors, BLOCK_SIZE, identity, bytes_per_s, num_stores), tensors)
+    blocks = CacheBlocks(tensors)
+    return Store(KVStore.open(directory, num_bytes, blocks, BLOCK_SIZE, identity, bytes_per_s, num_stores), tensors)
 
 
 def tokens(*ids: int) -> bytes:

@@ -5,6 +5,9 @@ and those of a finished request, which its next turn begins with. Such a run of 
 up again when they are copied, so a queued run keeps no block and slows down no eviction.
 
 A load of stored blocks (`quire.cache.loads`) keeps their slots. Requests with one prefix load it once.
+
+Of a model with states a run is written as far as its last block with a snapshot, and behind that the snapshot, in parts
+that are as large as a block and lie in slots as blocks do (docs/decisions/0043). A load ends at such a block.
 """
 
 from array import array
@@ -17,7 +20,7 @@ from quire.cache.loads import KVLoad, Wanted
 from quire.cache.prefix_tree import PrefixMatch, Scope, as_bytes, scope_text
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.config import DiskWritePolicy
-from quire.core.kv_identity import StoredBlock
+from quire.core.kv_identity import NO_STATES, StateParts, StoredBlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,15 +115,48 @@ class _ScopeKeys(dict[Scope, bytes]):
         return key
 
 
+class StoredStates:
+    """Where the states of a cache are among stored blocks."""
+
+    def __init__(self, cache: "KVCacheManager", parts: StateParts) -> None:
+        self._tree, self.parts = cache.prefixes.snapshots, parts
+        self._tokens, self._num_bytes = parts.tokens(cache.block_size), cache.block_size * _TOKEN_BYTES
+
+    def source(self, packed: bytes, blocks: Sequence[int], num_slots: int) -> tuple[bytes, list[int]]:
+        """Return a run of cached blocks up to the last with a snapshot, with its parts, and where they all are.
+
+        Nothing if no block has one, or if `num_slots` do not hold them.
+        """
+        assert self._tree is not None, "states without a prefix tree"
+        snapshots = self._tree.snapshots
+        column = next((each for each in reversed(range(len(blocks))) if blocks[each] in snapshots), None)
+        if column is None or column + 1 + self.parts.num_parts > num_slots:
+            return b"", []
+        found = [*blocks[: column + 1], *self.parts.numbers(snapshots[blocks[column]])]
+        return packed[: (column + 1) * self._num_bytes] + self._tokens, found
+
+    def stored(
+        self, stored: StoredBlocks, packed: bytes, path: list[int], num_found: int, most: int
+    ) -> tuple[bytes, list[int]]:
+        """Return a stored run up to its last block with a state, `most` at most, with the parts, and all slots.
+
+        Nothing if there is none behind the first `num_found` blocks.
+        """
+        for count in range(min(len(path), most), num_found, -1):
+            if parts := stored.below(path[count - 1], self._tokens):
+                return packed[: count * self._num_bytes] + self._tokens, [*path[:count], *parts]
+        return b"", []
+
+
 class WriteQueue:
     """Runs of blocks that are to be written, in bounded memory."""
 
     def __init__(
         self, cache: "KVCacheManager", stored: StoredBlocks, keys: _ScopeKeys, counts: TierCounts,
-        policy: DiskWritePolicy,
+        policy: DiskWritePolicy, parts: StateParts,
     ) -> None:  # fmt: skip
         self._cache, self._stored, self._keys, self._counts = cache, stored, keys, counts
-        self._policy, self._size = policy, cache.block_size
+        self._policy, self._size, self._states = policy, cache.block_size, StoredStates(cache, parts)
         self._runs, self._num_bytes = deque[_QueuedRun](), 0
 
     def __len__(self) -> int:
@@ -151,16 +187,23 @@ class WriteQueue:
         stored = self._stored
         while self._runs:
             run = self._runs[0]
-            path = stored.path(run.key, run.packed)
+            num_blocks = len(run.packed) // (_TOKEN_BYTES * self._size)
+            packed, blocks = run.packed, list[int]()
+            if self._states.parts.num_parts:
+                packed, blocks = self._states.source(packed, self._cached(run), stored.num_slots)
+            path = stored.path(run.key, packed)
             stored.touch(path)
-            if len(path) * self._size * _TOKEN_BYTES < len(run.packed):
-                blocks = self._cache.prefixes.blocks_of(array("i", run.packed), run.scope)
+            if len(path) * self._size * _TOKEN_BYTES < len(packed):
+                blocks = blocks or self._cached(run)
                 try:
-                    while len(path) < len(blocks) and stored.add(path, run.key, run.packed) is not None:
-                        yield stored.record(path, len(path) - 1, run.key, run.packed), blocks[len(path) - 1]
+                    while len(path) < len(blocks) and stored.add(path, run.key, packed) is not None:
+                        yield stored.record(path, len(path) - 1, run.key, packed), blocks[len(path) - 1]
                 finally:
                     stored.touch(path)
-            self._pop(len(path))
+            self._pop(min(len(path), num_blocks))
+
+    def _cached(self, run: _QueuedRun) -> list[int]:
+        return self._cache.prefixes.blocks_of(array("i", run.packed), run.scope)
 
     def end(self, slot: int, *, is_ok: bool) -> None:
         """Record a write that has ended."""
@@ -196,13 +239,14 @@ class DiskTier:
 
     def __init__(
         self, cache: "KVCacheManager", stored: StoredBlocks, scope_key: "Callable[[bytes], bytes]",
-        policy: DiskWritePolicy = "finished",
+        policy: DiskWritePolicy = "finished", parts: StateParts = NO_STATES,
     ) -> None:  # fmt: skip
         self.stored, self._size = stored, cache.block_size
         self._keys = _ScopeKeys(scope_key)
         self.readers: dict[int, KVLoad] = {}       # the load of each slot that is read for one
         self.counts = TierCounts()
-        self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy)
+        self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy, parts)
+        self._states = StoredStates(cache, parts)
         self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
         self.is_written_over = False               # another engine writes: a changed block is not spoilt
         self.is_stalled = False                    # set by the caller: reads do not return, so none is begun
@@ -216,11 +260,14 @@ class DiskTier:
         """Return a load of what is stored behind the first `num_found` blocks; None: nothing."""
         num_full = wanted.num_tokens // self._size
         key, packed = self._keys[wanted.scope], as_bytes(wanted.token_ids[: num_full * self._size])
-        path = self.stored.find(key, packed)
+        path, parts = self.stored.find(key, packed), self._states.parts
+        if parts.num_parts:
+            most = (wanted.num_tokens - 1) // self._size    # the last token is computed behind the state
+            packed, path = self._states.stored(self.stored, packed, path, num_found, most)
         if len(path) <= num_found:
             return None
         return StoredLoad(self, wanted.request_id, num_found, len(path), num_found, num_found,
-                          scope=key, packed=packed, path=path)  # fmt: skip
+                          scope=key, packed=packed, path=path, state=parts)  # fmt: skip
 
     def is_worth(self, wanted: Wanted, match: PrefixMatch, load: KVLoad | None) -> bool:
         """Count a request that looks for tokens here once; return whether loading is expected to be faster.
@@ -232,7 +279,8 @@ class DiskTier:
             return False
         if self.blocks_per_s is None or wanted.tokens_per_s is None or self.counts.num_loaded < TRUSTED_BLOCKS:
             return True
-        if self.blocks_per_s * self._size >= wanted.tokens_per_s:
+        num_tokens, num_read = (load.num_cached - load.first) * self._size, load.num_blocks - load.first
+        if self.blocks_per_s * num_tokens >= wanted.tokens_per_s * num_read:
             return True
         self.counts.num_slower += 1
         return self.counts.num_slower % RETRY == 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.kv_tickets import Tickets
 from quire.cache.prefix_tree import PrefixMatch, Scope
+from quire.core.kv_identity import NO_STATES, StateParts
 from quire.core.sequence import KVTransfer
 
 if TYPE_CHECKING:
@@ -40,7 +41,10 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KVLoad(ABC):
-    """The loading of blocks [first, num_blocks) of a request's tokens from a source; each has a subclass."""
+    """The loading of blocks [first, num_blocks) of a request's tokens from a source; each has a subclass.
+
+    The last of them may be parts of the state behind the others (`core.kv_identity.StateParts`): `state`.
+    """
 
     source: "LoadSource"
     request_id: int
@@ -50,6 +54,12 @@ class KVLoad(ABC):
     num_filled: int          # leading blocks that can be used
     num_jobs: int = field(default=0, init=False)      # reads under way
     is_over: bool = field(default=False, init=False)  # nothing more is read for it
+    state: StateParts = field(default=NO_STATES, kw_only=True)
+
+    @property
+    def num_cached(self) -> int:
+        """Leading blocks of tokens."""
+        return self.num_blocks - self.state.num_parts
 
     @abstractmethod
     def same(self) -> "KVLoad | None":
@@ -143,7 +153,7 @@ class Loads:
         if wanted.num_tokens // self._size - num_found < MIN_BLOCKS:
             return False
         load = source.find(wanted, num_found)
-        if load is not None and load.num_blocks - num_found < MIN_BLOCKS:
+        if load is not None and load.num_cached - num_found < MIN_BLOCKS:
             load = None
         if load is not None:
             other = load.same()
@@ -157,7 +167,10 @@ class Loads:
         if not source.is_worth(wanted, match, load) or load is None:
             return False
         try:
-            self._cache.lease(request_id, wanted.token_ids, wanted.scope, match, load.num_blocks)
+            with_state = load.state.num_parts > 0
+            self._cache.lease(
+                request_id, wanted.token_ids, wanted.scope, match, load.num_cached, with_state=with_state
+            )
         except OutOfBlocksError:
             return False
         load.begin()
@@ -169,8 +182,8 @@ class Loads:
         longest, most = self.disk, 0
         for source in (self.disk, *self.others):
             load = None if source is None or not source.is_ready else source.find(wanted, 0)
-            if load is not None and load.num_blocks > most:
-                longest, most = source, load.num_blocks
+            if load is not None and load.num_cached > most:
+                longest, most = source, load.num_cached
         return longest
 
     def next_read(self, source: LoadSource) -> tuple[int, KVLoad, int, int] | None:
@@ -203,7 +216,10 @@ class Loads:
         load, start, stop = self._jobs[job]
         if load.is_over or load.num_filled != start:
             return []
-        return self._cache.leased_blocks(load.request_id, start, stop)
+        found = self._cache.leased_blocks(load.request_id, start, min(stop, load.num_cached))
+        if stop > load.num_cached and (slot := self._leased_slot(load)) is not None:
+            found += load.state.numbers(slot, max(start - load.num_cached, 0), stop - load.num_cached)
+        return found
 
     def end_read(self, job: int, num_whole: int) -> None:
         """Record a read: its first `num_whole` blocks are good, and have been copied to their destinations.
@@ -216,7 +232,9 @@ class Loads:
         load.record_read(start, stop, num_whole, is_used=is_used)
         if is_used:
             load.num_filled = start + num_whole
-            self._cache.fill_lease(load.request_id, load.num_filled)
+            self._cache.fill_lease(load.request_id, min(load.num_filled, load.num_cached))
+            if load.num_filled == load.num_blocks and load.state.num_parts:
+                self._cache.publish_leased_state(load.request_id)
             if num_whole < stop - start or load.num_filled == load.num_blocks:
                 self._end(load)
         else:
@@ -226,8 +244,11 @@ class Loads:
     def _end(self, load: KVLoad) -> None:
         """End a load: what has not been filled is free."""
         load.is_over = True
-        self._cache.trim_lease(load.request_id, load.num_filled)
+        self._cache.trim_lease(load.request_id, min(load.num_filled, load.num_cached))
         self._release(load)
+
+    def _leased_slot(self, load: KVLoad) -> int | None:
+        return None if self._cache.states is None else self._cache.states.leased(load.request_id)
 
     @staticmethod
     def _release(load: KVLoad) -> None:

@@ -306,11 +306,13 @@ class KVCacheManager:
     # --- leases: see quire.cache.loads -----------------------------------------------------------------------------
 
     def lease(
-        self, lease_id: int, token_ids: Sequence[int], scope: Scope, match: PrefixMatch, num_blocks: int
-    ) -> None:
+        self, lease_id: int, token_ids: Sequence[int], scope: Scope, match: PrefixMatch, num_blocks: int, *,
+        with_state: bool = False,
+    ) -> None:  # fmt: skip
         """Hold the blocks of a match, and empty ones up to `num_blocks`, which are to be filled with the next tokens.
 
-        Raises OutOfBlocksError, and changes nothing, for want of blocks.
+        `with_state`: and a slot for the state behind them. Raises OutOfBlocksError, and changes nothing, for want of
+        blocks or of a slot.
         """
         table = self._new_table(0)
         table.begin(match.blocks, len(match.blocks) * self.block_size)
@@ -320,6 +322,9 @@ class KVCacheManager:
         except OutOfBlocksError:
             table.free()
             raise
+        if with_state and (self.states is None or not self.states.lease(lease_id)):
+            table.free()
+            raise OutOfBlocksError("no slot is left for a state")
         self.leases[lease_id] = table
 
     def lease_computed(self, lease_id: int, seq_id: int, num_blocks: int) -> list[int] | None:
@@ -343,12 +348,24 @@ class KVCacheManager:
         """Let the first blocks of a lease be found: they are filled. For between two steps."""
         self.prefixes.publish(self.leases[lease_id], num_blocks * self.block_size)
 
+    def publish_leased_state(self, lease_id: int) -> None:
+        """Let the state behind the last block of a lease be found: it is filled, and so are the blocks."""
+        assert self.states is not None, "a state of a model that keeps none"
+        table = self.leases[lease_id]
+        assert table.path is not None, "a lease without a path"
+        if table.path.num_blocks == len(table.columns):
+            self.states.publish_lease(lease_id, table.columns[-1])
+
     def trim_lease(self, lease_id: int, num_blocks: int) -> None:
-        """Release the blocks of a lease but the first, which are filled."""
+        """Release the blocks of a lease but the first, which are filled, and the slot for a state."""
+        if self.states is not None:
+            self.states.end_lease(lease_id)
         self.leases[lease_id].truncate(num_blocks * self.block_size)
 
     def end_lease(self, lease_id: int) -> None:
         """Release all blocks of a lease; what can be found is cached."""
+        if self.states is not None:
+            self.states.end_lease(lease_id)
         table = self.leases.pop(lease_id)
         self.prefixes.free(table, table.num_tokens)
 

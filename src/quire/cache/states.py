@@ -131,6 +131,7 @@ class States:
         self._sources: list[int] = []                   # swap slots that the step under way reads
         self._num_planned = self._num_ended = 0         # steps
         self._num_taken = 0                             # snapshots planned since start
+        self._leased: dict[int, int] = {}               # slot of each lease, to be filled with a snapshot
 
     @property
     def num_slots(self) -> int:
@@ -269,8 +270,11 @@ class States:
         return state.slot
 
     def _make_room(self) -> None:
-        """Give up a snapshot: of the tree, or else the oldest of a running sequence."""
+        """Give up a snapshot: of the tree, or else one that is being loaded, or the oldest of a running sequence."""
         if self._tree_evicts():
+            return
+        if self._leased:
+            self.slots.release(self._leased.pop(next(iter(self._leased))))
             return
         holder = next((each for each in self._states.values() if each.snapshots), None)
         assert holder is not None, "more sequences run than there are slots for"
@@ -350,6 +354,32 @@ class States:
         while self._sources:
             self._swap_slots.release(self._sources.pop())
 
+    # --- snapshots from elsewhere: see quire.cache.loads -------------------------------------------------------------
+
+    def lease(self, lease_id: int) -> bool:
+        """Hold a slot that is to be filled with a snapshot, until running sequences need it; False if there is none."""
+        if not self.slots.num_free_blocks and not self._tree_evicts():
+            return False
+        if not self.slots.num_free_blocks:
+            return False                                # the evicted one is that of a sequence, too
+        (self._leased[lease_id],) = self.slots.allocate(1)
+        return True
+
+    def leased(self, lease_id: int) -> int | None:
+        """Return the slot of a lease; None if it has been given up."""
+        return self._leased.get(lease_id)
+
+    def publish_lease(self, lease_id: int, block: int) -> None:
+        """Let the snapshot in the slot of a lease, which is filled, be found at a node, and end the lease."""
+        if (slot := self._leased.pop(lease_id, None)) is not None:
+            assert self._tree is not None, "a lease without a prefix tree"
+            self._tree.attach(block, slot)
+
+    def end_lease(self, lease_id: int) -> None:
+        """Give up the slot of a lease, if it has one."""
+        if (slot := self._leased.pop(lease_id, None)) is not None:
+            self.slots.release(slot)
+
     # --- swapping -------------------------------------------------------------------------------------------------
 
     def can_swap_out(self, seq_ids: Iterable[int]) -> bool:
@@ -421,6 +451,7 @@ class States:
         assert not self._forks, "forks of a plan that is not complete"
         holders = Counter(state.slot for state in self._states.values())
         holders.update(each.slot for state in self._states.values() for each in state.snapshots)
+        holders.update(self._leased.values())
         if self._tree is not None:
             holders.update(self._tree.snapshots.values())
             gone = [block for block in self._tree.snapshots if block not in self._tree]

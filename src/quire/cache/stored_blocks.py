@@ -80,8 +80,16 @@ class StoredBlocks:
 
     def path(self, scope: bytes, packed: bytes) -> list[int]:
         """Return the slots of the longest stored run of these tokens, those being written included."""
-        tree = self._tree
-        node, path = tree.root(scope), list[int]()
+        return self._walk(self._tree.root(scope), packed)
+
+    def below(self, slot: int, packed: bytes) -> list[int]:
+        """Return the slots of a run below a slot that can be read, all of it; else none."""
+        path = self._walk(slot, packed)
+        is_whole = len(path) * self._num_bytes == len(packed) and not any(each in self._tree.pending for each in path)
+        return path if is_whole else []
+
+    def _walk(self, node: int | None, packed: bytes) -> list[int]:
+        tree, path = self._tree, list[int]()
         while node is not None and (len(path) + 1) * self._num_bytes <= len(packed):
             node = tree.find(tree.key_at(node, packed, len(path)))
             if node is not None:

@@ -7,6 +7,7 @@ bytes, or the same ones in another place.
 
 import hashlib
 import json
+from array import array
 from dataclasses import asdict, dataclass, fields
 from typing import NamedTuple
 
@@ -52,8 +53,33 @@ FETCH_FAILURES = ("unconnected", "disconnected", "refused", "gone", "not_kept", 
 NO_PARENT = -1
 
 
+class StateParts(NamedTuple):
+    """The parts in which a state is stored, each as large as a block: a path below the block that it is the end of.
+
+    In the cache a part has a number as blocks have, behind those of the blocks.
+    """
+
+    num_blocks: int = 0   # of the cache
+    num_parts: int = 0    # of a state; 0: the model keeps none
+
+    def numbers(self, slot: int, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return the numbers of parts [start, stop) of the state in a slot."""
+        first = self.num_blocks + slot * self.num_parts
+        return list(range(first + start, first + (self.num_parts if stop is None else stop)))
+
+    def tokens(self, block_size: int) -> bytes:
+        """Return what stands for the tokens of all parts, block_size numbers of 4 bytes each: negative, as no id is."""
+        return b"".join(array("i", [-1 - part] * block_size).tobytes() for part in range(self.num_parts))
+
+
+NO_STATES = StateParts()
+
+
 class StoredBlock(NamedTuple):
-    """A full block in a slot of a store: the tokens behind those of the block in slot `parent`, in a scope."""
+    """A full block in a slot of a store: the tokens behind those of the block in slot `parent`, in a scope.
+
+    Or a part of the state behind that block, or behind another part: `StateParts`.
+    """
 
     slot: int
     parent: int    # NO_PARENT: the first block of its scope

@@ -389,24 +389,25 @@ def open_disk(
     cache = scheduler.cache
     check_has_blocks(f"kv_disk_dir {options.kv_disk_dir!r}", cache, loaded)
     identity = kv_identity(options, loaded, kv, draft_model)
-    from quire.execution.kv_store import KVStore  # noqa: PLC0415 (needs the extension)
+    from quire.execution.kv_store import CacheBlocks, KVStore  # noqa: PLC0415 (needs the extension)
 
+    blocks = CacheBlocks(kv.tensors, kv.states)
     assert options.kv_disk_dir is not None, "a folder is given"
     store = KVStore.open(
-        Path(options.kv_disk_dir).expanduser(), options.kv_disk_bytes // options.data_parallel_size, kv.tensors,
+        Path(options.kv_disk_dir).expanduser(), options.kv_disk_bytes // options.data_parallel_size, blocks,
         cache.block_size, identity, parse_bytes(options.kv_disk_write_rate, "kv_disk_write_rate"),
         options.data_parallel_size,
     )  # fmt: skip
     stored = StoredBlocks(store.num_slots, cache.block_size)
     stored.recover(store.recovered)
     loads = loads_of(cache, kv)
-    loads.disk = DiskTier(cache, stored, store.scope_key, options.kv_disk_write_policy)
+    loads.disk = DiskTier(cache, stored, store.scope_key, options.kv_disk_write_policy, blocks.parts)
     disk = KVDisk(loads, loads.disk, store)
-    disk.sessions = KVSessions(disk, cache, kv.tensors, identity)
-    for other in store.others(kv.tensors, cache.block_size) if options.data_parallel_size > 1 else ():
+    disk.sessions = KVSessions(disk, cache, blocks, identity)
+    for other in store.others(cache.block_size) if options.data_parallel_size > 1 else ():
         stored = StoredBlocks(other.num_slots, cache.block_size)
         stored.recover(other.recovered)
-        tier = DiskTier(cache, stored, other.scope_key)
+        tier = DiskTier(cache, stored, other.scope_key, parts=blocks.parts)
         tier.is_written_over = True
         disk.add_other(tier, other)
     return disk

@@ -7,37 +7,40 @@ from it as from the tier, so a block that is spoilt is computed. Files are opene
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from quire.cache.disk_tier import DiskTier
+from quire.cache.disk_tier import DiskTier, StoredStates
 from quire.cache.manager import KVCacheManager
 from quire.cache.pins import PinnedTable
 from quire.cache.prefix_tree import as_bytes, scope_text
 from quire.cache.stored_blocks import StoredBlocks
-from quire.core.arrays import Array
 from quire.core.errors import ConfigError
 from quire.core.kv_identity import NO_PARENT, KVIdentity, StoredBlock
 from quire.engine.kv_disk import KVDisk
 from quire.engine.messages import SessionBlocks
 
 if TYPE_CHECKING:
-    from quire.execution.kv_store import KVStore
+    from quire.execution.kv_store import CacheBlocks, KVStore
 
 OnEnd = Callable[[SessionBlocks], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Save:
-    """A pin that is being copied: `num_begun` blocks were, `num_ended` of them are on the disk."""
+    """A pin that is being copied: `num_begun` blocks were, `num_ended` of them are on the disk.
+
+    `packed`: tokens of all, `quire.cache.prefix_tree.as_bytes`; of a model with states they end with the parts of one.
+    """
 
     pin_id: int
     pin: PinnedTable
     opening: "Future[KVStore]"
     on_end: OnEnd
+    packed: bytes
     num_blocks: int
     num_begun: int = 0
     num_ended: int = 0
@@ -56,10 +59,10 @@ class KVSessions:
     """Saves and restores of one engine. Methods belong to the engine's thread, between two steps."""
 
     def __init__(
-        self, disk: KVDisk, cache: KVCacheManager, tensors: Sequence[Array], identity: KVIdentity
+        self, disk: KVDisk, cache: KVCacheManager, blocks: "CacheBlocks", identity: KVIdentity
     ) -> None:
         self._disk, self._cache, self._size = disk, cache, cache.block_size
-        self._tensors, self._identity = tensors, identity
+        self._blocks, self._identity, self._states = blocks, identity, StoredStates(cache, blocks.parts)
         self._files = ThreadPoolExecutor(1, "kv-sessions")
         self._saves: list[_Save] = []
         self._openings: list[_Opening] = []
@@ -76,11 +79,11 @@ class KVSessions:
         pin = self._cache.pins.get(pin_id)
         if pin is None:
             return on_end(SessionBlocks(code="gone", message="the session's prefix is pinned no more"))
-        num_blocks = len(pin.token_ids) // self._size
-        if not num_blocks:
+        packed, sources = self._sources(pin)
+        if not sources:
             return on_end(SessionBlocks(identity=self._identity.as_json()))
-        opening = self._files.submit(self._open, folder, num_blocks)
-        self._saves.append(_Save(pin_id, pin, opening, on_end, num_blocks))
+        opening = self._files.submit(self._open, folder, len(sources))
+        self._saves.append(_Save(pin_id, pin, opening, on_end, packed, len(sources)))
         return None
 
     def open(self, request_id: int, folder: Path, num_tokens: int, identity: str, on_end: OnEnd) -> None:
@@ -145,8 +148,8 @@ class KVSessions:
         from quire.execution.kv_store import KVStore  # noqa: PLC0415 (needs the extension)
 
         if num_blocks is None:
-            return KVStore.open_read(folder, self._tensors, self._size)
-        return KVStore.open_alone(folder, num_blocks, self._tensors, self._size, self._identity)
+            return KVStore.open_read(folder, self._blocks, self._size)
+        return KVStore.open_alone(folder, num_blocks, self._blocks, self._size, self._identity)
 
     def _advance(self, save: _Save, until_s: float) -> SessionBlocks | None:
         """Copy the next blocks of a save; return what has become of it once it is over."""
@@ -157,29 +160,43 @@ class KVSessions:
             if not save.closing.done():
                 return None
             save.closing.result()
-            return SessionBlocks(save.num_blocks, store.num_bytes, self._identity.as_json())
+            num_blocks = save.num_blocks - self._states.parts.num_parts
+            return SessionBlocks(num_blocks, store.num_bytes, self._identity.as_json())
         save.num_ended += len(store.finished())
         if store.failure is not None:
             raise store.failure
         if self._cache.pins.get(save.pin_id) is not save.pin:
             return SessionBlocks(code="gone", message="the session's prefix was unpinned while it was saved")
-        self._copy(save, store, until_s)
+        if not self._copy(save, store, until_s):
+            return SessionBlocks(code="gone", message="the session's state was evicted while it was saved")
         if save.num_ended == save.num_blocks:
             save.closing = self._files.submit(store.close)
         return None
 
-    def _copy(self, save: _Save, store: "KVStore", until_s: float) -> None:
-        """Copy blocks, one at least, until the time is over or the store has no room for more."""
-        pin, scope = save.pin, store.scope_key(scope_text(save.pin.scope))
+    def _sources(self, pin: PinnedTable) -> tuple[bytes, list[int]]:
+        """Return the tokens of what is saved of a pin, and where it is: full blocks, or those up to a state, and it."""
+        num_blocks = len(pin.token_ids) // self._size
+        packed, blocks = as_bytes(pin.token_ids[: num_blocks * self._size]), pin.table.columns[:num_blocks].tolist()
+        if not self._states.parts.num_parts:
+            return packed, blocks
+        return self._states.source(packed, blocks, num_blocks + self._states.parts.num_parts)
+
+    def _copy(self, save: _Save, store: "KVStore", until_s: float) -> bool:
+        """Copy blocks, one at least, until the time is over or the store has no room; False: they are there no more."""
+        scope, num_bytes = store.scope_key(scope_text(save.pin.scope)), len(save.packed) // save.num_blocks
+        packed, sources = self._sources(save.pin)
+        if packed != save.packed:
+            return False
         while save.num_begun < save.num_blocks:
             slot = save.num_begun
-            tokens = as_bytes(pin.token_ids[slot * self._size : (slot + 1) * self._size])
+            tokens = packed[slot * num_bytes : (slot + 1) * num_bytes]
             block = StoredBlock(slot, slot - 1 if slot else NO_PARENT, tokens, scope)
-            if not store.begin_write(block, pin.table.columns[slot]):
-                return
+            if not store.begin_write(block, sources[slot]):
+                break
             save.num_begun += 1
             if time.perf_counter() > until_s:
-                return
+                break
+        return True
 
     def _end(self, save: _Save, ended: SessionBlocks) -> None:
         self._saves.remove(save)
@@ -195,7 +212,7 @@ class KVSessions:
             return opening.on_end(SessionBlocks(code="unusable", message=str(error)))
         stored = StoredBlocks(store.num_slots, self._size)
         stored.recover(store.recovered)
-        tier = DiskTier(self._cache, stored, store.scope_key)
+        tier = DiskTier(self._cache, stored, store.scope_key, parts=self._states.parts)
         self._restored[opening.request_id] = self._disk.add_other(tier, store)
         return opening.on_end(SessionBlocks(len(stored), store.num_bytes, self._identity.as_json()))
 

@@ -163,7 +163,8 @@ def kv_identity(
     model, num_ranks = loaded.model, options.tensor_parallel_size
     spec, weights, rotary = _model_digests(model)
     stored = {" ".join((each.dtype, each.scale_dtype or "without scales")) for each in model.kv_geometry.layers}
-    forms = [(each.shape[1:], dtype_name(each.dtype)) for each in cache.tensors]
+    forms: list[object] = [(each.shape[1:], dtype_name(each.dtype)) for each in cache.tensors]
+    forms += (f"state {each}" for each in model.kv_geometry.states)
     block_bytes = sum(each.nbytes // len(each) for each in cache.tensors)
     return KVIdentity(
         model=spec,
@@ -241,7 +242,7 @@ def check_tails(options: EngineOptions) -> None:
 def check_states(options: EngineOptions, device_type: str) -> None:
     """Raise ConfigError for an option that does not reach the states that a model keeps of sequences."""
     plain = {
-        "memory_policy": "paged", "batching": "continuous", "kv_disk_dir": None, "kv_role": "none",
+        "memory_policy": "paged", "batching": "continuous", "kv_role": "none",
         "prefill_engines": 0, "kv_events": None,
     }  # fmt: skip
     for name, value in plain.items():

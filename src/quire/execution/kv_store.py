@@ -15,10 +15,10 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -27,7 +27,7 @@ import numpy as np
 
 from quire.core.arrays import UINT8, Array, address, empty
 from quire.core.errors import ConfigError
-from quire.core.kv_identity import KVIdentity, StoredBlock
+from quire.core.kv_identity import KVIdentity, StateParts, StoredBlock
 from quire.execution.kv_folder import KVFolder, delete_older, open_alone, open_folder, open_others, open_read
 from quire.execution.kv_slots import SlotTable, record_bytes
 from quire.extension import _kernels
@@ -132,17 +132,16 @@ class KVStore:
 
     @classmethod
     def open(
-        cls, directory: Path, num_bytes: int, tensors: Sequence[Array], block_size: int, identity: KVIdentity,
+        cls, directory: Path, num_bytes: int, cache: "CacheBlocks", block_size: int, identity: KVIdentity,
         bytes_per_s: float = math.inf, num_stores: int = 1,
     ) -> "KVStore":  # fmt: skip
         """Open the first folder of an identity that no other store has, for at most `num_bytes` on the disk.
 
-        tensors: of the KV cache, without gaps, block i is row i of each. block_size: tokens of a block. bytes_per_s: of
-        writes. `num_stores`: of as many engines of this identity, with `num_bytes` each. Other folders in the directory
-        that no store has open are deleted, the oldest first, as this one grows. Raises ConfigError for too few bytes,
-        and for a directory that others may enter. One that cannot be written costs a line in the log.
+        block_size: tokens of a block. bytes_per_s: of writes. `num_stores`: of as many engines of this identity, with
+        `num_bytes` each. Other folders in the directory that no store has open are deleted, the oldest first, as this
+        one grows. Raises ConfigError for too few bytes, and for a directory that others may enter. One that cannot be
+        written costs a line in the log.
         """
-        cache = CacheBlocks(tensors)
         none = SlotSizes(0, cache.block_bytes, bytes_per_s, num_stores)
         own_bytes = record_bytes(block_size)
         num_slots = (num_bytes - FOLDER_BYTES) // (none.slot_bytes + own_bytes)
@@ -159,28 +158,26 @@ class KVStore:
 
     @classmethod
     def open_alone(
-        cls, folder: Path, num_slots: int, tensors: Sequence[Array], block_size: int, identity: KVIdentity
+        cls, folder: Path, num_slots: int, cache: "CacheBlocks", block_size: int, identity: KVIdentity
     ) -> "KVStore":
         """Open the store of one folder to write it, that of a session. OSError if it cannot be used, or is in use."""
-        cache = CacheBlocks(tensors)
         sizes = SlotSizes(num_slots, cache.block_bytes, num_stores=0, staging_bytes=SESSION_STAGING_BYTES)
         opened = open_alone(folder, identity, num_slots * record_bytes(block_size), sizes.blocks_bytes)
         return cls._in(opened, sizes, block_size, cache)
 
-    def others(self, tensors: Sequence[Array], block_size: int) -> "list[KVStore]":
+    def others(self, block_size: int) -> "list[KVStore]":
         """Return what the other engines of the identity have stored by now, to be read: they may write over it."""
         if self._folder is None:
             return []
-        return [self._read_only(folder, tensors, block_size) for folder in open_others(self._folder)]
+        return [self._read_only(folder, self._cache, block_size) for folder in open_others(self._folder)]
 
     @classmethod
-    def open_read(cls, folder: Path, tensors: Sequence[Array], block_size: int) -> "KVStore":
+    def open_read(cls, folder: Path, cache: "CacheBlocks", block_size: int) -> "KVStore":
         """Open a folder that nothing is written to, such as that of a saved session. OSError if it cannot be read."""
-        return cls._read_only(open_read(folder), tensors, block_size)
+        return cls._read_only(open_read(folder), cache, block_size)
 
     @classmethod
-    def _read_only(cls, folder: KVFolder, tensors: Sequence[Array], block_size: int) -> "KVStore":
-        cache = CacheBlocks(tensors)
+    def _read_only(cls, folder: KVFolder, cache: "CacheBlocks", block_size: int) -> "KVStore":
         num_slots = os.fstat(folder.index_file).st_size // record_bytes(block_size)
         sizes = SlotSizes(num_slots, cache.block_bytes, staging_bytes=SESSION_STAGING_BYTES)
         return cls._in(folder, sizes, block_size, cache)
@@ -307,9 +304,13 @@ class KVStore:
 
 
 class CacheBlocks:
-    """Blocks of a KV cache in host memory, copied to and from one run of bytes: the parts of all tensors, in order."""
+    """Blocks of a KV cache in host memory, copied to and from one run of bytes: the parts of all tensors, in order.
 
-    def __init__(self, tensors: Sequence[Array]) -> None:
+    tensors: without gaps, block i is row i of each. states: uint8 [num_slots, num_bytes] of each layer that has some: a
+    state is the run of its rows, cut into `parts` as large as a block.
+    """
+
+    def __init__(self, tensors: Sequence[Array], states: Sequence[Array] = ()) -> None:
         self._tensors = tensors  # their memory must stay
         by_bytes, self.block_bytes = defaultdict[int, tuple[list[int], list[int]]](lambda: ([], [])), 0
         for tensor in tensors:
@@ -322,9 +323,20 @@ class CacheBlocks:
         self._num_blocks = min(map(len, tensors))  # a draft model's tensors have more
         self._by_bytes = dict(by_bytes)  # addresses and places in the run of tensors that have blocks of so many bytes
         self._block, self._zero = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        state_bytes = sum(each.shape[1] for each in states)
+        self.parts = StateParts(self._num_blocks, -(-state_bytes // self.block_bytes))
+        self._states = states
+        self._starts = list(accumulate((each.shape[1] for each in states), initial=0))
 
     def copy_out(self, block: int, row: Array) -> None:
-        """Copy a block into memory, uint8 [block_bytes]."""
+        """Copy a block, or a part of a state, into memory, uint8 [block_bytes]."""
+        if block >= self._num_blocks and self._states:
+            num_filled = 0
+            for state, own in self._part(block, row):
+                own[:] = state
+                num_filled += len(own)
+            row[num_filled:] = 0
+            return
         assert 0 <= block < self._num_blocks, f"block {block} of {self._num_blocks}"
         self._block[0], start = block, address(row)
         for num_bytes, (tensors, offsets) in self._by_bytes.items():
@@ -332,12 +344,26 @@ class CacheBlocks:
             _kernels.swap_blocks(tensors, parts, num_bytes, address(self._block), address(self._zero), 1)
 
     def copy_in(self, row: Array, block: int) -> None:
-        """Copy memory, uint8 [block_bytes], into a block."""
+        """Copy memory, uint8 [block_bytes], into a block, or a part of a state."""
+        if block >= self._num_blocks and self._states:
+            for state, own in self._part(block, row):
+                state[:] = own
+            return
         assert 0 <= block < self._num_blocks, f"block {block} of {self._num_blocks}"
         self._block[0], start = block, address(row)
         for num_bytes, (tensors, offsets) in self._by_bytes.items():
             parts = [start + offset for offset in offsets]
             _kernels.swap_blocks(parts, tensors, num_bytes, address(self._zero), address(self._block), 1)
+
+    def _part(self, number: int, row: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield what a part has of each layer's state, and its place in a row."""
+        slot, part = divmod(number - self._num_blocks, self.parts.num_parts)
+        first = part * self.block_bytes
+        stop = min(first + self.block_bytes, self._starts[-1])
+        for state, (start, end) in zip(self._states, pairwise(self._starts), strict=True):
+            begin, until = max(first, start), min(stop, end)
+            if begin < until:
+                yield state[slot, begin - start : until - start], row[begin - first : until - first]
 
 
 class _Staging:

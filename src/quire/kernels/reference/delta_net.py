@@ -74,7 +74,7 @@ def computed_over_states(
                 kept[position + 1] = state
         for position, slot in snapshots:
             if slot >= 0:
-                Slot(spec, states[slot], inputs.dtype).write(kept[position], window, position, position)
+                Slot(spec, states[slot], inputs.dtype).write_snapshot(kept[position], window, position)
         if write >= 0:
             Slot(spec, states[write], inputs.dtype).write(kept[commit_to], window, commit_to, first + stop - start)
     return out
@@ -99,6 +99,11 @@ class Slot:
     def inputs(self, position: int) -> Tensor:
         """Return the inputs of a token that is in the ring."""
         return self._ring[position % len(self._ring)]
+
+    def write_snapshot(self, state: Tensor, window: dict[int, Tensor], position: int) -> None:
+        """Write S, and a ring with inputs of the sequence alone: it may be stored."""
+        self._ring[:] = window[position - 1]
+        self.write(state, window, position, position)
 
     def write(self, state: Tensor, window: dict[int, Tensor], committed: int, stop: int) -> None:
         """Write S, and the inputs that are needed after it: up to token `stop`."""
