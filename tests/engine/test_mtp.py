@@ -34,14 +34,18 @@ from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch
 from quire.model.loader import load_model
 from quire.model.mtp import MtpHead
+from quire.model.packed_weights import weights_digest
 from quire.model.quantization import UNQUANTIZED
 from quire.model.source import read_folder
 from quire.model.weights import WeightReader
+from quire_lab.sim.footprint import weight_bytes
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_draft_model, read_model
 from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.every_way import CASES, ISAS, VOCAB_SIZE, asked, check_all_at_once
+from support.gguf_blocks import random_blocks
+from support.gguf_files import Quantize, as_is, convert, converted, latent_metadata, write_gguf
 from support.random_folder import write_random_folder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no MTP heads yet")
@@ -408,6 +412,73 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, kernels: st
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+# --- heads of GGUF files ----------------------------------------------------------------------------------------------
+
+
+WIDTHS: dict[str, object] = {"hidden_size": 64, "rms_norm_eps": 1e-6}
+HYBRID = WIDTHS | {
+    "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rope_type": "default"},
+}  # fmt: skip
+FLOATS = "ssm_alpha.weight", "attn_k_b.weight"  # rows of fewer elements than a block
+LATER = {"block_count": 3, "nextn_predict_layers": 1}
+FILES: dict[str, tuple[str, dict[str, object], dict[str, Any]]] = {  # architecture, config, and metadata
+    "qwen3.5": ("qwen35", HYBRID, {"attention.recurrent_layers": [True, False, False]}),
+    "qwen3.5 moe": ("qwen35moe", HYBRID, {"attention.recurrent_layers": [True, False, False]}),
+    "qwen3-next": ("qwen3next", HYBRID, {"attention.recurrent_layers": [True, False, False]}),
+    "glm4 moe": ("glm4moe", WIDTHS | {"partial_rotary_factor": 0.5}, {}),
+    "deepseek v3": ("deepseek2", WIDTHS | {"rope_interleave": True, "q_lora_rank": 32}, {"expert_gating_func": 2}),
+}
+
+
+def write_file(folder: Path, name: str, quantize: Quantize = as_is) -> tuple[Path, Path]:
+    """Write a random folder, and a GGUF file of it with the head; return both."""
+    architecture, sizes, metadata = FILES[name]
+    config = CONFIGS[name] | sizes
+    write_random_folder(folder, config, torch.bfloat16)
+    changes = {f"{architecture}.{key}": value for key, value in (LATER | metadata).items()}
+    changes |= latent_metadata(config, is_split=True) if architecture == "deepseek2" else {}
+    return folder, convert(folder, folder.with_suffix(".gguf"), quantize, **changes)
+
+
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("name", FILES)
+def test_head_of_a_file_is_that_of_the_folder(tmp_path: Path, name: str) -> None:
+    digests, config = [], SpeculationConfig("mtp")
+    for path in write_file(tmp_path / "model", name):
+        options = EngineOptions(str(path), num_kv_blocks=20)
+        digests.append(weights_digest(load_mtp_head(options, config, load(options, path), path).model))
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4 moe", "deepseek v3"])
+@pytest.mark.usefixtures("as_many_as_possible")
+def test_answers_of_a_file_with_its_head_s_drafts(tmp_path: Path, name: str, acceptance: Acceptance) -> None:
+    """Blocks of 8 bits are alike in both runs, and in the plan of the memory."""
+    prompts, params = asked()
+    _, file = write_file(tmp_path / "model", name, random_blocks(dict.fromkeys(FLOATS, "BF16"), "Q8_0"))
+    expected = answers(file, params, prompts)
+    assert answers(file, params, prompts, speculative_config=MTP) == expected
+    assert acceptance.num_drafted
+    options = EngineOptions(str(file), num_kv_blocks=20, spec_method="mtp")
+    both, model = assemble(options, loads_tokenizer=False), read_model(str(file))
+    draft = read_draft_model(model, options)
+    assert draft is not None
+    if both.model.back_end.name == "cpp":
+        planned = [weight_bytes(each.spec, each.dtype, quantization=each.quantization) for each in (model, draft)]
+        assert sum(planned) == both.ready.weights_bytes
+
+
+def test_a_file_without_the_head_is_refused(tmp_path: Path) -> None:
+    folder, _ = write_file(tmp_path / "model", "glm4 moe")
+    metadata, tensors = converted(folder, **{f"glm4moe.{key}": value for key, value in LATER.items()})
+    assert [name for name in tensors if name.startswith("blk.2.nextn.")]
+    left = {name: each for name, each in tensors.items() if not name.startswith("blk.2.nextn.eh_proj")}
+    file = write_gguf(tmp_path / "without.gguf", metadata, left)
+    with pytest.raises(ConfigError, match="or the block behind the last layer of a GGUF file has nextn tensors"):
+        LLM(file, speculative_config=MTP)
+
+
 # --- what is loaded, and how much memory that takes -------------------------------------------------------------------
 
 
@@ -498,18 +569,13 @@ def test_heads_that_are_not_there_or_of_other_sizes_are_refused(
         LLM(folder, num_kv_blocks=20).close()  # without drafts the head is not looked at
 
 
-def test_settings_that_a_head_does_not_have_are_refused(
-    folder_of: Callable[[str], Path], demo_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_a_head_does_not_have_are_refused(folder_of: Callable[[str], Path], demo_model: Path) -> None:
     with pytest.raises(ConfigError, match="has no MTP head that is read"):
         LLM(demo_model, speculative_config=MTP)
     with pytest.raises(ConfigError, match=r"MTP head of .* is not supported with tensor_parallel_size 2"):
         LLM(folder_of("glm4 moe"), speculative_config=MTP, tensor_parallel_size=2)
     options, config = EngineOptions(str(folder_of("qwen3.5"))), SpeculationConfig("mtp")
     target = load(options, folder_of("qwen3.5"))
-    monkeypatch.setattr("quire.engine.draft_model_loading.is_gguf", lambda _: True)
-    with pytest.raises(ConfigError, match="heads in GGUF files are not supported yet"):
-        load_mtp_head(options, config, target, folder_of("qwen3.5"))
     target.model.device = torch.device("cuda")
     with pytest.raises(ConfigError, match="the method mtp is not supported on device cuda yet"):
         load_mtp_head(options, config, target, folder_of("qwen3.5"))

@@ -84,7 +84,9 @@ def converted(
     metadata |= tokenizer_metadata(folder, changes.pop("pre", "gpt-2")) if has_tokenizer(folder) else {}
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     tensors, single = {}, {}
-    loaded = _with_stacked_norms(_without_heads(load_file(folder / "model.safetensors")))
+    loaded = load_file(folder / "model.safetensors")
+    has_head = metadata.get(f"{architecture}.nextn_predict_layers")
+    loaded = _with_stacked_norms(_with_heads(loaded, config) if has_head else _without_heads(loaded))
     loaded = _with_stacked_gates(_with_plain_mlps(_with_plain_groups(loaded, config), config))
     if f"{architecture}.attention.key_length_mla" in metadata:
         loaded = _with_split_latents(loaded, config)
@@ -412,7 +414,7 @@ _OWN_NAMES = dict.fromkeys(HYBRIDS, _HYBRID_NAMES) | {
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
 }  # fmt: skip
-_NAMES = {
+NAMES = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b", "self_attn.k_b_proj": "attn_k_b", "self_attn.v_b_proj": "attn_v_b",
@@ -421,6 +423,8 @@ _NAMES = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_experts.gate_proj": "ffn_gate_shexp", "mlp.shared_experts.up_proj": "ffn_up_shexp",
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -442,6 +446,18 @@ _NAMES = {
 def _without_heads(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors without those of heads that predict later tokens, which files here leave out."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+
+
+def _with_heads(tensors: Mapping[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return tensors with the MTP head of a Qwen3.5 by DeepSeek V3's names, as the layer behind the last one."""
+    later = f"model.layers.{config['num_hidden_layers']}."
+    renamed = {"mtp.layers.0.": later, "mtp.fc.": f"{later}eh_proj.", "mtp.pre_fc_norm_embedding.": f"{later}enorm.",
+               "mtp.pre_fc_norm_hidden.": f"{later}hnorm.", "mtp.norm.": f"{later}shared_head.norm."}  # fmt: skip
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        old = next((old for old in renamed if name.startswith(old)), "")
+        found[renamed.get(old, "") + name.removeprefix(old)] = tensor
+    return found
 
 
 def _with_stacked_norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -497,7 +513,7 @@ def _split_groups(tensor: Tensor, config: dict[str, Any]) -> Tensor:
 def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str) -> tuple[str, Tensor]:
     """Return a tensor as llama.cpp stores it: the layout of heads is Meta's, GPT-2's weights are [out, in]."""
     stem, _, part = name.rpartition(".")
-    names = _NAMES | _OWN_NAMES.get(architecture, {})
+    names = NAMES | _OWN_NAMES.get(architecture, {})
     if vector := next((own for end, own in _VECTORS.items() if name.endswith(end)), None):
         if architecture in HYBRIDS and architecture != "qwen3next":
             tensor = _tiled("", tensor, config)

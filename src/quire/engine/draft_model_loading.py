@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError, ModelError
-from quire.core.model_files import is_gguf, read_bytes
+from quire.core.model_files import read_bytes
 from quire.core.speculation import ScratchBlocks, SpeculationConfig
 from quire.engine.formats import read_source, tokenizer_loader
 from quire.engine.loading import LoadedModel
@@ -94,7 +94,7 @@ def load_draft_model(
 def load_mtp_head(
     options: EngineOptions, config: SpeculationConfig, target: LoadedModel, folder: Path
 ) -> LoadedDraftModel:
-    """Load the MTP head of the target's folder. ConfigError where there is none that is served, ModelError for files.
+    """Load the MTP head of the target's folder or GGUF file. ConfigError if it has none, ModelError for its files.
 
     The weights are read again for it alone, so that they take no memory unless they are asked for.
     """
@@ -102,12 +102,11 @@ def load_mtp_head(
     where, model = f"speculative_config: the MTP head of {folder}", target.model
     if options.tensor_parallel_size > 1:
         raise ConfigError(f"{where} is not supported with tensor_parallel_size {options.tensor_parallel_size} yet")
-    if is_gguf(folder):
-        raise ConfigError(f"{where} is not read: heads in GGUF files are not supported yet")
     if not isinstance(model, Decoder) or model.spec.mtp is None:
         raise ConfigError(
             f"speculative_config: {folder} has no MTP head that is read: those of Qwen3-Next, Qwen3.5, GLM-4.5 to 4.7 "
-            "and DeepSeek V3 are, where num_nextn_predict_layers or mtp_num_hidden_layers of config.json is at least 1"
+            "and DeepSeek V3 are, where num_nextn_predict_layers or mtp_num_hidden_layers of config.json is at least "
+            "1, or the block behind the last layer of a GGUF file has nextn tensors"
         )
     source = read_source(folder, options.load_format)
     stored, dtype = source.open_tensors(target.quantization), dtype_name(model.dtype)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.core.errors import ConfigError
-from quire.core.model_files import is_gguf
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.model.config import resolved_dtype, spec_from_config
@@ -112,7 +111,7 @@ def read_draft_model(target: FoundModel, options: EngineOptions) -> FoundModel |
     """
     config, asked = options.speculation, options.quantization_options
     if config is not None and config.method == "mtp":
-        if target.spec.mtp is None or (target.folder is not None and is_gguf(target.folder)):
+        if target.spec.mtp is None:
             raise ConfigError(f"speculative_config: {target.name} has no MTP head that is read")
         return target._replace(spec=target.spec.mtp)
     if config is None or config.model is None:

@@ -17,7 +17,7 @@ from quire.formats.gguf.gguf_file import GGUFFile
 from quire.formats.gguf.gguf_weights import RESIDENT_BYTES, GGUFCheckpoint, stored_rows
 from quire.kernels.back_end import BackEnd
 from quire.model.loader import load_model
-from support.gguf_files import Stored, as_is, convert, converted, write_gguf
+from support.gguf_files import NAMES, Stored, as_is, convert, converted, write_gguf
 from support.random_folder import write_random_folder
 
 WIDE = {
@@ -378,6 +378,15 @@ def test_missing_or_unsupported_tensor_is_named(tmp_path: Path, back_end: BackEn
     path.write_bytes(path.read_bytes().replace(b"token_embd.weight", b"token_ambd.weight"))
     with pytest.raises(ModelError, match=r"other.gguf: tensor token_embd\.weight is missing"):
         load_model(read_source(path), back_end=back_end)
+
+
+def test_names_of_later_blocks_are_those_of_the_gguf_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 3)
+    modules = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    assert [theirs.get_name(f"model.layers.2.{module}") for module in modules] == [
+        f"blk.2.{NAMES[module]}" for module in modules
+    ]
 
 
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family != "mistral"])

@@ -16,7 +16,7 @@ from quire.formats.gguf import families
 from quire.formats.gguf.families import ROPE_FREQS, of_family
 from quire.formats.gguf.gguf_file import MAX_TENSORS, GGUFFile, Metadata, TensorEntry
 from quire.model.config_reader import MAX_LAYERS, ConfigReader
-from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, LayerSpec, Mamba, WeightMap
+from quire.model.spec import DecoderSpec, DeltaNet, ExpertNames, LayerSpec, Mamba, WeightMap, with_mtp
 
 MAX_ENTRIES = 4 * MAX_TENSORS
 STACKED = {"_exps.weight": 3, "_exps.bias": 2}  # and their dimensions
@@ -269,10 +269,24 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     spec = replace(spec, weights=replace(names, skipped=(*later, *unread)))
     if spec.has_states:
         spec = spec.with_layers(partial(_as_stored, is_tiled=architecture.has_tiled_heads))
-    if spec.rotary is None or spec.rotary.divisors is not None or ROPE_FREQS not in file.tensors:
-        return spec
-    divisors = Metadata(file, _architecture_name(file)).divisors(ROPE_FREQS, spec.head_dim // 2)
-    return replace(spec, rotary=replace(spec.rotary, divisors=divisors))
+    if spec.rotary is not None and spec.rotary.divisors is None and ROPE_FREQS in file.tensors:
+        divisors = Metadata(file, _architecture_name(file)).divisors(ROPE_FREQS, spec.head_dim // 2)
+        spec = replace(spec, rotary=replace(spec.rotary, divisors=divisors))
+    return _with_head(spec, file)
+
+
+def _with_head(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
+    """Return the spec with the MTP head of a file, the block behind the last layer; without one, if it has none.
+
+    Copies of the embeddings and of the output head beside it are those of the model in published checkpoints.
+    """
+    block = f"blk.{spec.num_layers}."
+    if f"{block}nextn.eh_proj.weight" not in file.tensors:
+        return replace(spec, mtp=None)
+    return with_mtp(
+        spec, prefixes=(block,), layer="", mtp_norms=("nextn.enorm", "nextn.hnorm"),
+        mtp_projection="nextn.eh_proj", final_norm="nextn.shared_head_norm",
+    )  # fmt: skip
 
 
 def _as_stored(layer: LayerSpec, *, is_tiled: bool) -> LayerSpec:
