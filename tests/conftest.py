@@ -114,6 +114,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.get_terminal_writer().line(line)
 
 
+def pytest_sessionfinish() -> None:
+    """Collect all garbage, once: pytest does it twice, and the interpreter again, among a million objects of tests."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_each_time(pytestconfig: pytest.Config) -> None:
     """Let random numbers that a test draws not depend on which tests were here before.
