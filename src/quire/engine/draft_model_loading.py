@@ -15,6 +15,7 @@ from quire.core.speculation import ScratchBlocks, SpeculationConfig
 from quire.engine.formats import read_source, tokenizer_loader
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
+from quire.engine.parallel.link import RankedModel
 from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
 from quire.execution.drafting.draft_model import DraftModel, MtpDrafter
@@ -99,9 +100,10 @@ def load_mtp_head(
     The weights are read again for it alone, so that they take no memory unless they are asked for.
     """
     _require_support(target, config)
-    where, model = f"speculative_config: the MTP head of {folder}", target.model
-    if options.tensor_parallel_size > 1:
-        raise ConfigError(f"{where} is not supported with tensor_parallel_size {options.tensor_parallel_size} yet")
+    where = f"speculative_config: the MTP head of {folder}"
+    model, logits = (
+        (target.model.own, target.model.logits) if isinstance(target.model, RankedModel) else (target.model, None)
+    )
     if not isinstance(model, Decoder) or model.spec.mtp is None:
         raise ConfigError(
             f"speculative_config: {folder} has no MTP head that is read: those of Qwen3-Next, Qwen3.5, GLM-4.5 to 4.7 "
@@ -114,7 +116,7 @@ def load_mtp_head(
         reader = WeightReader(
             stored.checkpoint, model.spec.mtp.weights, model.back_end, dtype, model.device, stored.weight_format
         )
-        head = MtpHead(model, reader, options.kv_cache_dtype)
+        head = MtpHead(model, reader, options.kv_cache_dtype, logits)
     except (ConfigError, ModelError) as error:
         raise type(error)(f"{where}: {error}") from error
     log.info("MTP head: %d parameters, %d bytes of weights", head.num_parameters, head.weight_bytes)

@@ -8,7 +8,8 @@ No other layer reads the output of a token that nothing is drafted behind. The l
 the write of keys and values for all tokens of a step, and the rest for those with drafts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,13 +69,18 @@ class DividedLayer(NamedTuple):
 
 
 class MtpHead:
-    """The MTP head of a target on one CPU, with the embeddings, rotary tables and layer to logits of that target.
+    """The MTP head of a target on CPUs, with the embeddings, rotary tables and layer to logits of that target.
 
-    `weights`: a reader of the target's checkpoint that reads nothing else.
+    `weights`: a reader of the target's checkpoint that reads nothing else. `ranks_logits`: of a target that is rank 0's
+    part of a model, the logits of all ranks; its layer is whole, and is computed by rank 0 alone.
     """
 
-    def __init__(self, target: Decoder, weights: WeightReader, kv_cache_dtype: str) -> None:
+    def __init__(
+        self, target: Decoder, weights: WeightReader, kv_cache_dtype: str,
+        ranks_logits: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         assert target.spec.mtp is not None, "a model without an MTP head"
+        self.has_ranks, self.logits = ranks_logits is not None, ranks_logits or target.logits
         self.spec = target.spec.mtp
         self._target, names = target, self.spec.weights
         assert names.mtp_projection is not None
@@ -83,7 +89,7 @@ class MtpHead:
         self._embedding_norm = make_norm(self.spec, weights, shapes.embedding_norm)
         self._hidden_norm = make_norm(self.spec, weights, shapes.hidden_norm)
         self._project = weights.linear(shapes.projection)
-        program = build_program(self.spec, weights, target.shared)
+        program = build_program(self.spec, weights, replace(target.shared, ranks=None))
         require_ops(self.back_end.name, program.ops)
         divided = DividedLayer.of(program)
         linears = (op.linear for op in divided.first.ops if isinstance(op, LinearOp))
@@ -175,7 +181,3 @@ class MtpHead:
             self.back_end.library.tensor(np.arange(len(rows) + 1, dtype=np.int32)),
             batch.context_lens[sequences], batch.block_tables[sequences],
         )  # fmt: skip
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [num_rows, vocab_size] by the target's head; as defined as `Decoder.logits`."""
-        return self._target.logits(hidden)

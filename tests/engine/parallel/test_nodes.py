@@ -136,7 +136,7 @@ def test_a_step_that_fails_on_a_rank_fails_alone_and_a_killed_rank_ends_all(
         model = llm._engine.model
         assert isinstance(model, RankedModel)
         with monkeypatch.context() as patch:
-            patch.setattr(model._model, "forward", raising(ArithmeticError))  # while the other rank waits
+            patch.setattr(model.own, "forward", raising(ArithmeticError))  # while the other rank waits
             with pytest.raises(ArithmeticError):
                 llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
         assert answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected

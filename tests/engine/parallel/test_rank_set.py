@@ -280,7 +280,7 @@ def test_a_step_that_fails_on_a_rank_fails_alone(
     model = llm._engine.model
     assert isinstance(model, RankedModel)
     with monkeypatch.context() as patch:
-        patch.setattr(model._model, "forward", raising(ArithmeticError))  # while the other rank waits for an exchange
+        patch.setattr(model.own, "forward", raising(ArithmeticError))  # while the other rank waits for an exchange
         with pytest.raises(ArithmeticError):
             llm.generate(["def "], GREEDY, use_tqdm=False)
     assert run(llm) == expected

@@ -80,7 +80,7 @@ class RankedModel:
     """The `LanguageModel` of all ranks: rank 0's, with which the others compute along."""
 
     def __init__(self, model: Decoder, link: Link, weight_bytes: int) -> None:
-        self._model, self._link = model, link
+        self.own, self._link = model, link
         self.vocab_size, self.dtype, self.device = model.vocab_size, model.dtype, model.device
         self.back_end, self.kv_geometry, self.progress = model.back_end, model.kv_geometry, model.progress
         self.layer_flops, self.spec, self.vision = model.layer_flops, model.spec, model.vision
@@ -89,12 +89,12 @@ class RankedModel:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Compute a batch on all ranks; return hidden states [num_tokens, hidden_size]."""
         with self._link.computing(FORWARD, batch.token_ids[:, None]):
-            return self._model.forward(batch, cache)
+            return self.own.forward(batch, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size], until the next call."""
         with self._link.computing(LOGITS, hidden):
-            return self._model.logits(hidden)
+            return self.own.logits(hidden)
 
 
 class GatheredHead:

@@ -60,7 +60,7 @@ class DraftModel:
     """Drafts of a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
 
     `max_positions`: positions that the model can compute. There are no drafts at later ones. If the model raises an
-    error, it is logged, and no row has drafts from then on.
+    error, it is logged, and no row has drafts from then on; an MTP head with ranks fails the step.
     """
 
     max_pending = MAX_PENDING  # known tokens that the target has not computed, of a row that drafts
@@ -86,6 +86,8 @@ class DraftModel:
         try:
             return self._draft(rows, limits, step)
         except Exception:
+            if isinstance(self._model, MtpHead) and self._model.has_ranks:
+                raise    # the other ranks may be within an exchange
             self._has_failed = True
             log.exception("the draft model failed; rows have no drafts from now on, and are decoded token by token")
             return {}
