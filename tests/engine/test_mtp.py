@@ -233,9 +233,13 @@ def test_head_that_fails_beside_ranks_fails_the_step_alone(
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
-@pytest.mark.usefixtures("as_many_as_possible")
-def test_blocks_of_a_disk_and_sleep_keep_answers(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    prompts, (model, params) = asked()[0][:4], (folder_of("glm4 moe"), SamplingParams(max_tokens=20, temperature=0.0))
+@pytest.mark.usefixtures("as_many_as_possible", "drafts")
+def test_blocks_of_a_disk_and_sessions_and_sleep_keep_answers_and_drafts(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Prompts have one token behind whole blocks, so that hits end there."""
+    rng, (model, params) = random.Random(3), (folder_of("glm4 moe"), SamplingParams(max_tokens=20, temperature=0.0))
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (17, 25, 33, 41)]
     expected = str(answers(model, [params] * 4, prompts, enable_prefix_caching=False))
     disk = {"kv_disk_dir": str(tmp_path), "kv_disk_size": "64MiB", "block_size": 8}
     for settings in (disk, disk, {"enable_sleep_mode": True, "block_size": 8}):
@@ -246,7 +250,13 @@ def test_blocks_of_a_disk_and_sleep_keep_answers(folder_of: Callable[[str], Path
                 if "enable_sleep_mode" in settings:
                     llm.sleep(level=2)
                     llm.wake_up()
+            if settings is disk and not llm.saved_sessions():
+                llm.create_session({"prompt_token_ids": prompts[3][:-1]}).save("one")
         assert str(found) == expected
+    with LLM(model, speculative_config=MTP, max_model_len=160, **disk | {"kv_disk_write_policy": "reused"}) as llm:
+        (output,) = llm.generate([llm.restore_session("one").prompt(prompts[3][-1:])], params, use_tqdm=False)
+        assert output.metrics.num_cached_tokens == 40
+        assert str([answers_of(output)] * 2) == str(found[3::4])
 
 
 def no_tails(monkeypatch: pytest.MonkeyPatch) -> None:
