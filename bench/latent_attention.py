@@ -126,7 +126,7 @@ class Quire:
         inputs = LayerInputs(
             np.array([position]), np.array([slot], np.int64), metadata, self._cache.keys, self._cache.values
         )
-        hidden = self._decoder._program.run(x, inputs)
+        hidden = self._decoder._programs[0].run(x, inputs)
         assert self._decoder._head is not None
         self._decoder._head(hidden)
         return self._clock() - begun

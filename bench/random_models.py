@@ -15,7 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model, load_mtp_head
+from quire.engine.draft_model_loading import (
+    LoadedDraftModel,
+    load_draft_model,
+    load_eagle_head,
+    load_mtp_head,
+)
 from quire.engine.loading import LoadedModel, load
 from quire.engine.options import EngineOptions
 
@@ -48,6 +53,16 @@ QWEN3_5_4B: Config = _QWEN3_5 | {
 }  # fmt: skip
 
 
+QWEN3_4B: Config = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6,
+    "max_position_embeddings": 40_960, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+EAGLE: Config = {  # of a head, beside the target's sizes
+    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32_000,
+}  # fmt: skip
+
+
 def random_model(config: Config, options: EngineOptions) -> LoadedModel:
     """Return the model of a config as the engine loads it, in bfloat16 unless the options say otherwise."""
     with _folder(config) as folder:
@@ -63,12 +78,14 @@ def random_draft_model(config: Config, options: EngineOptions, target: LoadedMod
 
 
 def random_model_with_head(config: Config, options: EngineOptions) -> tuple[LoadedModel, LoadedDraftModel]:
-    """Return the model of a config, as `random_model` does, and its MTP head."""
-    assert options.speculation is not None, "the options ask for no MTP head"
+    """Return the model of a config, as `random_model` does, and its MTP or EAGLE-3 head."""
+    assert options.speculation is not None, "the options ask for no head"
     options = replace(options, load_format="dummy")
-    with _folder(config) as folder:
+    with _folder(config) as folder, _folder({**config, **EAGLE}) as own:
         loaded = load(options, folder)
-        return loaded, load_mtp_head(options, options.speculation, loaded, folder)
+        if options.speculation.method == "mtp":
+            return loaded, load_mtp_head(options, options.speculation, loaded, folder)
+        return loaded, load_eagle_head(options, replace(options.speculation, model=str(own)), loaded)
 
 
 @contextmanager

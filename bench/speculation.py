@@ -15,6 +15,7 @@
 * draft: acceptance by oracle, but the draft model (--draft-model) computes; the cost of drafting is in it.
 * draft-model: the same for two shapes of Qwen2.5 (--shapes) with random weights, made without files.
 * mtp: the same with the MTP head of a shape of Qwen3.5 (--shapes 3.5-4b), drafts of 3 tokens.
+* eagle3: the same with an EAGLE-3 head of 32,000 tokens (--shapes qwen3-4b).
 
 One engine, its drafter on and off in turns; medians over turns of the ratio within a turn. A shared machine changes its
 speed: run it alone, or with --threads 1, which counts CPU time, so that other processes matter little.
@@ -63,6 +64,7 @@ from quire_lab.bench.report import machine_facts
 from random_models import (
     QWEN2_5_0_5B,
     QWEN2_5_7B,
+    QWEN3_4B,
     QWEN3_5_0_8B,
     QWEN3_5_4B,
     random_draft_model,
@@ -75,7 +77,7 @@ TEXTS = Path(__file__).with_name("speculation_texts.json")
 NUM_DRAFTS = 4
 NO_STEP = cast("StepInputs", None)  # lookups read no tensors of a step
 PROMPT_LEN, MAX_LEN = 64, 2048
-SHAPES = {"7b": QWEN2_5_7B, "0.5b": QWEN2_5_0_5B, "3.5-0.8b": QWEN3_5_0_8B, "3.5-4b": QWEN3_5_4B}
+SHAPES = {"7b": QWEN2_5_7B, "0.5b": QWEN2_5_0_5B, "3.5-0.8b": QWEN3_5_0_8B, "3.5-4b": QWEN3_5_4B, "qwen3-4b": QWEN3_4B}
 NUM_DRAFTS_OF_HEADS = 3
 Tokens = list[int]
 
@@ -262,13 +264,19 @@ def options_of_shapes(quantization: str, isa: str) -> EngineOptions:
     )  # fmt: skip
 
 
-def mtp(shape: str, quantization: str, isa: str, turns: int, num_tokens: int, acceptances: Sequence[float]) -> None:
-    """Print the speed by acceptance with the passes of an MTP head, of a shape with random weights."""
-    options = replace(options_of_shapes(quantization, isa), spec_method="mtp", spec_tokens=NUM_DRAFTS_OF_HEADS)
-    loaded, head = random_model_with_head(SHAPES[shape], options)
-    bench = Bench(build_engine(options, loaded, draft_model=head).engine, loaded.model.vocab_size)
-    weights = [each.weight_bytes / 2**30 for each in (loaded.model, head.model)]
-    print(f"{shape}: weights {weights[0]:.2f} GiB, of the head {weights[1]:.2f}, {head.pass_bytes} bytes a pass")
+def head(
+    method_name: str, shape: str, quantization: str, isa: str, turns: int, num_tokens: int,
+    acceptances: Sequence[float],
+) -> None:  # fmt: skip
+    """Print the speed by acceptance with the passes of a head, of a shape with random weights."""
+    options = replace(
+        options_of_shapes(quantization, isa), spec_method=method_name, spec_tokens=NUM_DRAFTS_OF_HEADS,
+        spec_model="random weights" if method_name == "eagle3" else None,
+    )  # fmt: skip
+    loaded, own = random_model_with_head(SHAPES[shape], options)
+    bench = Bench(build_engine(options, loaded, draft_model=own).engine, loaded.model.vocab_size)
+    weights = [each.weight_bytes / 2**30 for each in (loaded.model, own.model)]
+    print(f"{shape}: weights {weights[0]:.2f} GiB, of the head {weights[1]:.2f}, {own.pass_bytes} bytes a pass")
     method: DraftModel = bench.drafter._method  # type: ignore[attr-defined]
     oracle(bench, turns, num_tokens, acceptances, method, NUM_DRAFTS_OF_HEADS)
 
@@ -379,11 +387,11 @@ def main(
     model: Annotated[str, typer.Argument(help="folder, or demo; without meaning for control and draft-model")],
     quantization: Annotated[str, typer.Option(help="int8 or int4")] = "",
     parts: Annotated[
-        str, typer.Option(help="some of oracle, texts, nothing, simulated, control, draft, draft-model, mtp")
+        str, typer.Option(help="some of oracle, texts, nothing, simulated, control, draft, draft-model, mtp, eagle3")
     ] = "oracle,texts,nothing",
     methods: Annotated[str, typer.Option(help="of texts, nothing and control")] = "ngram",
     own_draft_model: Annotated[str, typer.Option("--draft-model", help="folder, for the part draft")] = "",
-    shapes: Annotated[str, typer.Option(help="of target and draft model, for draft-model and mtp")] = "7b,0.5b",
+    shapes: Annotated[str, typer.Option(help="of target and draft model, for draft-model, mtp and eagle3")] = "7b,0.5b",
     acceptances: Annotated[str, typer.Option(help="of oracles")] = "0,0.25,0.5,0.75,0.9,1",
     isa: Annotated[str, typer.Option(help="instruction set")] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads; 0: as the engine chooses")] = 0,
@@ -405,8 +413,8 @@ def main(
         if part == "draft-model":
             draft_model(shapes.split(","), quantization, isa, turns, num_tokens, shares)
             continue
-        if part == "mtp":
-            mtp(shapes.split(",")[0], quantization, isa, turns, num_tokens, shares)
+        if part in ("mtp", "eagle3"):
+            head(part, shapes.split(",")[0], quantization, isa, turns, num_tokens, shares)
             continue
         if part == "simulated":
             tokenizer = load_tokenizer(DEMO_MODEL if model == "demo" else Path(model))

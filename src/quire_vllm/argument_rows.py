@@ -164,12 +164,12 @@ _SUPPORTED = (
     same(config("structured_outputs_config")),
     same(
         config("speculative_config", "-sc"),
-        "`method` `ngram`, `suffix`, `draft_model` or `mtp` (also by the names of families, as `qwen3_5_mtp`), with "
-        "`model`, `num_speculative_tokens` (up to 16), `prompt_lookup_min` (2; in vLLM 5) and `prompt_lookup_max`; "
-        "other methods and keys end the start; no token changes ([speculation](speculation.md))",
+        "`method` `ngram`, `suffix`, `draft_model`, `eagle3` or `mtp` (also by the names of families, as "
+        "`qwen3_5_mtp`), with `model`, `num_speculative_tokens` (up to 16), `prompt_lookup_min` (2; in vLLM 5) and "
+        "`prompt_lookup_max`; other methods and keys end the start; no token changes ([speculation](speculation.md))",
         values.json_text,
     ),
-    same(text("spec_method"), "`ngram`, `suffix`, `draft_model` or `mtp`"),
+    same(text("spec_method"), "`ngram`, `suffix`, `draft_model`, `mtp` or `eagle3`"),
     same(text("spec_model")),
     same(number("spec_tokens"), "up to 16", values.whole_number),
     same(

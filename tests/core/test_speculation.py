@@ -27,6 +27,8 @@ def test_keys_and_flags_make_a_configuration() -> None:
     assert parsed(method="ngram", prompt_lookup_max=1) == SpeculationConfig("ngram", 4, None, 1, 1)
     assert parsed(method="ngram", prompt_lookup_min=9) == SpeculationConfig("ngram", 4, None, 9, 9)
     assert parsed(model="folder") == SpeculationConfig("draft_model", model="folder")
+    for keys in ({"method": "eagle3"}, {}):
+        assert parsed(model="AngelSlim/Qwen3-8B_Eagle3", **keys).method == "eagle3"  # type: ignore[union-attr]
     for method in ("mtp", "deepseek_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp"):
         assert parsed(method=method, num_speculative_tokens=2) == SpeculationConfig("mtp", 2)
     assert parse_speculation("", "suffix", None, 7) == SpeculationConfig("suffix", 7)
@@ -36,9 +38,9 @@ def test_keys_and_flags_make_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"num_speculative_tokens": 3}, "needs a method: ngram, suffix, draft_model, mtp"),
-        ({"method": "eagle3"}, "the method must be one of ngram, suffix, draft_model, mtp, got 'eagle3': EAGLE heads"),
-        ({"method": "eagle"}, "got 'eagle': EAGLE heads are not read"),
+        ({"num_speculative_tokens": 3}, "needs a method: ngram, suffix, draft_model, mtp, eagle3"),
+        ({"method": "eagle3"}, "with the method eagle3 needs a model: folder or hub id of a head .*, got None"),
+        ({"method": "eagle"}, "eagle3, got 'eagle': heads of EAGLE 1 and 2 are not read, those of EAGLE-3 are: eagle3"),
         ({"method": "medusa"}, "got 'medusa': Medusa heads are not read"),
         ({"method": "dflash"}, "got 'dflash': DFlash heads, which draft whole blocks"),
         ({"method": "gemma4_mtp"}, "got 'gemma4_mtp': Gemma 4's assistants, which read keys and values of their"),

@@ -54,7 +54,7 @@ from support.image_prompts import (
     values_of,
 )
 from support.oracle_drafter import let_draft
-from support.random_folder import write_random_folder
+from support.random_folder import write_random_folder, write_random_head
 from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -423,6 +423,23 @@ def test_drafts_of_an_mtp_head_behind_images_have_the_bits_of_none(tmp_path: Pat
     with open_llm(folder) as llm:
         expected = answers(llm, PROMPTS, longer)
     with open_llm(folder, speculative_config=drafts) as llm:
+        counted = let_draft(llm)
+        assert answers(llm, PROMPTS, longer) == expected
+        assert counted.num_verified > 100
+        assert not llm._engine.engine.executor.worker.compute.drafter._drafter._method._has_failed  # type: ignore[attr-defined]
+
+
+def test_drafts_of_an_eagle_head_behind_images_have_the_bits_of_none(tmp_path: Path) -> None:
+    """Streams are tapped between the layers that image rows are added to."""
+    save(make_reference("qwen3_vl"), tmp_path / "whole", PROCESSOR)
+    own = json.loads((tmp_path / "whole" / "config.json").read_text())["text_config"]
+    names = {"architectures": ["Eagle3Qwen3vlForCausalLM"], "num_hidden_layers": 1}
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, own["num_hidden_layers"]]}
+    head = write_random_head(tmp_path / "head", own | names | ids | {"rope_scaling": None, "rope_parameters": None})
+    drafts, longer = {"method": "eagle3", "model": str(head)}, replace(GREEDY, max_tokens=24)
+    with open_llm(tmp_path / "whole") as llm:
+        expected = answers(llm, PROMPTS, longer)
+    with open_llm(tmp_path / "whole", speculative_config=drafts) as llm:
         counted = let_draft(llm)
         assert answers(llm, PROMPTS, longer) == expected
         assert counted.num_verified > 100

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import LLM, SamplingParams
 from quire.core.errors import ConfigError, ModelError
 from quire.core.speculation import SpeculationConfig
-from quire.decoding.sampler import SamplingBatch
 from quire.engine.assembly import assemble
 from quire.engine.draft_model_loading import load_mtp_head
 from quire.engine.loading import kv_identity, load
 from quire.engine.options import EngineOptions
-from quire.execution.batch import IntArray, StepInputs
-from quire.execution.drafter import DraftRows
-from quire.execution.drafting import draft_model as module
-from quire.execution.drafting.draft_model import MtpDrafter, Spans
-from quire.execution.drafting.drafters import AdaptiveLength
 from quire.extension.isas import usable_isas
 from quire.kernels.choice import choose_back_end
 from quire.kernels.tensors import floats
@@ -47,9 +40,26 @@ from support.every_way import CASES, ISAS, VOCAB_SIZE, asked, check_all_at_once
 from support.faults import raising
 from support.gguf_blocks import random_blocks
 from support.gguf_files import Quantize, as_is, convert, converted, latent_metadata, write_gguf
+from support.head_drafts import (  # noqa: F401 (fixtures)
+    Acceptance,
+    acceptance,
+    answers,
+    as_many_as_possible,
+    ask_oracle,
+    drafts,
+    following,
+    no_failure,
+    no_tails,
+    shifted_states,
+    shifted_tokens,
+    tails_of_rejected_drafts,
+)
 from support.random_folder import write_random_folder
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no MTP heads yet")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has no MTP heads yet"),
+    pytest.mark.usefixtures("no_failure"),
+]
 
 COMMON: dict[str, object] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -82,7 +92,6 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
-Drafts = dict[tuple[int, ...], list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -96,65 +105,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return written[name]
 
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the errors of drafters, which are logged elsewhere."""
-
-    def fail(*_: object) -> None:
-        raise  # noqa: PLE0704 (in an except block of the drafter)
-
-    monkeypatch.setattr(module.log, "exception", fail)
-
-
-@pytest.fixture
-def as_many_as_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft as many tokens as there can be, whatever they cost."""
-    monkeypatch.setattr(AdaptiveLength, "limits", lambda _self, _rows, longest, _num_rows: longest)
-
-
-@pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafts]:
-    """Record the likeliest drafts behind known tokens: of equal tokens they must be equal, whatever was before."""
-    found, draft = Drafts(), MtpDrafter.draft
-
-    def choose(samples: SamplingBatch, logits: Tensor, ops: object) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        values = floats(logits)
-        return values.argmax(axis=1), np.isfinite(values).all(axis=1)
-
-    def recorded(
-        model: MtpDrafter, rows: DraftRows, limits: IntArray, step: StepInputs
-    ) -> Mapping[int, Sequence[int]]:
-        own = draft(model, rows, limits, step)
-        for row, num_tokens in zip(rows.rows.tolist(), rows.num_tokens.tolist(), strict=True):
-            if row in own:
-                known = tuple(model._batch.token_ids[row, :num_tokens].tolist())
-                other = found.setdefault(known, list(own[row]))
-                count = min(len(other), len(own[row]))
-                assert list(own[row])[:count] == other[:count], f"other drafts behind {len(known)} tokens"
-                if len(own[row]) > len(other):
-                    found[known] = list(own[row])
-        return own
-
-    monkeypatch.setattr(module, "choose_drafts", choose)
-    monkeypatch.setattr(MtpDrafter, "draft", recorded)
-    yield found
-    assert found, "nothing was drafted"
-
-
-def answers(
-    model: Path, params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], **settings: Any  # noqa: ANN401
-) -> list[list[Answer]]:
-    """Return the answers to prompts, twice: the second time they are prefix hits."""
-    with LLM(model, **{"max_model_len": 160, "block_size": 8, "max_num_batched_tokens": 23} | settings) as llm:
-        found = [
-            answers_of(output)
-            for _ in range(2)
-            for output in llm.generate([list(each) for each in prompts], list(params), use_tqdm=False)
-        ]
-        assert llm.kv_stats().used_blocks == 0
-    return found
 
 
 # --- no bit changes ---------------------------------------------------------------------------------------------------
@@ -259,17 +209,6 @@ def test_blocks_of_a_disk_and_sessions_and_sleep_keep_answers_and_drafts(
         assert str([answers_of(output)] * 2) == str(found[3::4])
 
 
-def no_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MtpDrafter, "_write_tails", lambda *_: None)
-
-
-def tails_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = MtpDrafter._computed
-    monkeypatch.setattr(MtpDrafter, "_computed", lambda self, rows, step: computed(
-        self, DraftRows(*(each[:0] for each in rows)), step
-    ))  # fmt: skip
-
-
 @pytest.mark.parametrize("fault", [no_tails, tails_of_rejected_drafts])
 @pytest.mark.usefixtures("drafts")
 def test_other_hidden_states_before_a_step_would_show(
@@ -281,11 +220,6 @@ def test_other_hidden_states_before_a_step_would_show(
 
 
 # --- tokens and hidden states are those of training -------------------------------------------------------------------
-
-
-def following(token: int) -> int:
-    """Return the token behind a token: a permutation of all in one cycle."""
-    return (token + 37) % VOCAB_SIZE
 
 
 def write_oracle(folder: Path, reads: str) -> Path:
@@ -309,36 +243,11 @@ def write_oracle(folder: Path, reads: str) -> Path:
     return folder
 
 
-class Acceptance:
-    """Counts of verified and accepted drafts."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_drafted = self.num_accepted = 0
-
-        def counted(_: AdaptiveLength, row: int, num_drafts: int, num_accepted: int) -> None:
-            self.num_drafted += num_drafts
-            self.num_accepted += num_accepted
-
-        monkeypatch.setattr(AdaptiveLength, "record", counted)
-
-
-@pytest.fixture
-def acceptance(monkeypatch: pytest.MonkeyPatch) -> Acceptance:
-    return Acceptance(monkeypatch)
-
-
-def ask_oracle(folder: Path, **settings: Any) -> None:  # noqa: ANN401
-    rng = random.Random(7)
-    shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
-    prompts = [[*shared[: rng.randrange(40)], rng.randrange(VOCAB_SIZE)] for _ in range(6)]
-    params = [SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, n=1 + place % 2) for place in range(6)]
-    for prompt, (own, *_) in zip(prompts * 2, answers(folder, params, prompts, **settings), strict=True):
-        assert list(own.token_ids[:2]) == [following(prompt[-1]), following(following(prompt[-1]))]
-
-
 @pytest.mark.parametrize("reads", ["embedding", "hidden state"])
 @pytest.mark.usefixtures("as_many_as_possible")
-def test_heads_that_know_the_next_token_are_always_right(tmp_path: Path, reads: str, acceptance: Acceptance) -> None:
+def test_heads_that_know_the_next_token_are_always_right(
+    tmp_path: Path, reads: str, acceptance: Acceptance  # noqa: F811
+) -> None:
     """Also for the first draft of each request, of several in a row, behind hits, chunks, forks and preemptions."""
     folder = write_oracle(tmp_path / "model", reads)
     preempted = {"num_kv_blocks": 34, "preemption_mode": "swap", "num_swap_blocks": 60}
@@ -347,37 +256,12 @@ def test_heads_that_know_the_next_token_are_always_right(tmp_path: Path, reads: 
     assert acceptance.num_accepted == acceptance.num_drafted > 500
 
 
-def shifted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head reads the embedding of the token before."""
-    batch_of = MtpDrafter._batch_of
-
-    def shifted(self: MtpDrafter, spans: Spans, tables: NDArray[np.int32]) -> ForwardBatch:
-        batch = batch_of(self, spans, tables)
-        rows = spans.rows[np.repeat(np.arange(len(spans.rows)), spans.stops - spans.starts)]
-        batch.token_ids[:] = self._batch.token_ids[rows, np.maximum(batch.positions - 1, 0)]
-        return batch
-
-    monkeypatch.setattr(MtpDrafter, "_batch_of", shifted)
-
-
-def shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head reads the hidden state of the token but one before."""
-    before = MtpDrafter._hidden_before
-
-    def shifted(self: MtpDrafter, step: Spans, places: IntArray, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
-        assert inputs.hidden is not None
-        hidden = np.concatenate([inputs.hidden[:1], inputs.hidden[:-1]])
-        return before(self, step, places, inputs._replace(hidden=hidden), batch)
-
-    monkeypatch.setattr(MtpDrafter, "_hidden_before", shifted)
-
-
 @pytest.mark.parametrize(("reads", "fault"), [
     ("embedding", shifted_tokens), ("hidden state", shifted_states),
 ])  # fmt: skip
 @pytest.mark.usefixtures("as_many_as_possible")
 def test_a_shift_by_one_would_show(
-    tmp_path: Path, reads: str, fault: Callable[[pytest.MonkeyPatch], None], acceptance: Acceptance,
+    tmp_path: Path, reads: str, fault: Callable[[pytest.MonkeyPatch], None], acceptance: Acceptance,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     folder = write_oracle(tmp_path / "model", reads)
@@ -500,7 +384,9 @@ def test_head_of_a_file_is_that_of_the_folder(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("name", ["qwen3.5", "glm4 moe", "deepseek v3"])
 @pytest.mark.usefixtures("as_many_as_possible")
-def test_answers_of_a_file_with_its_head_s_drafts(tmp_path: Path, name: str, acceptance: Acceptance) -> None:
+def test_answers_of_a_file_with_its_head_s_drafts(
+    tmp_path: Path, name: str, acceptance: Acceptance  # noqa: F811
+) -> None:
     """Blocks of 8 bits are alike in both runs, and in the plan of the memory."""
     prompts, params = asked()
     _, file = write_file(tmp_path / "model", name, random_blocks(dict.fromkeys(FLOATS, "BF16"), "Q8_0"))

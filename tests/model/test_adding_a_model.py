@@ -67,7 +67,7 @@ def test_family_with_an_op_of_its_own_equals_transformers_and_the_log_names_the_
     names = [f"layers.{i}.square" for i in range(2)]
     if back_end.name == "cpp":
         assert f"2 of them: {', '.join(names)}" in caplog.text
-        kinds = [type(op).__name__ for op in decoder._program.ops]
+        kinds = [type(op).__name__ for op in decoder._programs[0].ops]
         assert kinds == ["FusedOps", "Square"] * 2 + ["FusedOps"]
     on_cuda = replace(back_end, name="cuda")
     with pytest.raises(ConfigError, match="device cuda does not support Square yet"):

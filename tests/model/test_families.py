@@ -1064,7 +1064,7 @@ def test_layers_in_one_call_have_the_bits_of_single_ops(
     tokens = random_tokens(PROMPT_LEN + NUM_FORCED)
     decoder = load_model(folder, dtype=dtype, back_end=back_end, max_positions=len(tokens))
     fused = paged_runner(decoder).run("forced", tokens, CHUNKS)
-    kinds = [type(op).__name__ for op in decoder._program.ops]
+    kinds = [type(op).__name__ for op in decoder._programs[0].ops]
     lookups = [] if decoder.spec.layer_input is None else ["LookupOp"]
     assert kinds == [*lookups, "FusedOps"], "not all in one call"
     single_ops = replace(back_end, fuse=lambda program: program)

@@ -30,7 +30,7 @@ def add(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def scales_of(decoder: Decoder) -> list[KVScales]:
-    ops = decoder._program.ops
+    ops = decoder._programs[0].ops
     return [op.spec.kv_scales for op in ops if isinstance(op, AttentionOp | RotaryWriteOp)]
 
 

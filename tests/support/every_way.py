@@ -58,20 +58,22 @@ def alone(model: Path, isa: str, dtype: str, **rounding: str) -> list[list[Answe
 
 
 def check_all_at_once(
-    model: Path, isa: str, dtype: str, mode: str, method: str = "ngram", **settings: Any,  # noqa: ANN401 (those of LLM)
+    model: Path, isa: str, dtype: str, mode: str, method: str = "ngram", head: Path | None = None,
+    **settings: Any,  # noqa: ANN401 (those of LLM)
 ) -> tuple[KVStats, Poison]:
     """Assert that all ways at once, with NaN in all that is free, change no bit; return the engine's counts.
 
     The requests are sent twice: what the first ones have left is there for the second. Drafts are an oracle's, beside
-    those of a draft model where the method has one.
+    those of a draft model where the method has one. `head`: the folder of an EAGLE-3 head.
     """
     rounding = {name: settings[name] for name in ROUNDINGS if name in settings}
     expected, (prompts, params) = alone(model, isa, dtype, **rounding), asked()
     wholes = [prompt + list(answer.token_ids) for prompt, own in zip(prompts, expected, strict=True) for answer in own]
+    drafts = {"method": method, "num_speculative_tokens": 4, "model": None if head is None else str(head)}
     with LLM(
         model, cpu_isa=isa, dtype=dtype, max_model_len=160, block_size=8, max_num_batched_tokens=23, max_num_seqs=12,
         num_kv_blocks=60, preemption_mode=mode, num_swap_blocks=90 if mode == "swap" else None,
-        speculative_config={"method": method, "num_speculative_tokens": 4}, **settings,
+        speculative_config=drafts, **settings,
     ) as llm:  # fmt: skip
         set_num_threads(1)
         drafter, poison = let_draft(llm, wholes), Poison(llm)

@@ -8,7 +8,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.model.config import spec_from_config
-from quire.model.shapes import DecoderShapes, LinearShape, MtpShapes, NormShape, Shape, VectorShape, layer_shapes
+from quire.model.config_reader import ConfigReader
+from quire.model.eagle_config import eagle_spec
+from quire.model.shapes import (
+    DecoderShapes,
+    LinearShape,
+    NormShape,
+    Shape,
+    VectorShape,
+    layer_shapes,
+    shapes_around,
+)
 
 # A model with experts, a shared one among them.
 MIXTURE: dict[str, object] = {
@@ -35,13 +45,70 @@ PARALLEL_HYBRID: dict[str, object] = {
 
 def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:
     """Write config.json and model.safetensors; return the folder. A tied model has no head."""
-    spec = spec_from_config(config)
-    names, generator = spec.weights, torch.Generator().manual_seed(0)
+    spec, tensors_of = spec_from_config(config), RandomTensors()
+    names = spec.weights
+    *around, head = DecoderShapes.of(spec)
+    tensors = {} if spec.is_head_tied else tensors_of(head, "")
+    for shape in around:
+        tensors |= tensors_of(shape, names.prefixes[0])
+    for index, layer in enumerate(spec.layers):
+        for shape in layer_shapes(spec, layer):
+            prefix = names.prefixes[0] + names.layer.format(layer=index)
+            tensors |= tensors_of(shape, prefix, is_transposed=names.is_transposed)
+    if spec.mtp is not None:
+        names = spec.mtp.weights
+        for shape in shapes_around(spec.mtp):
+            tensors |= tensors_of(shape, names.prefixes[0])
+        for shape in layer_shapes(spec.mtp, spec.mtp.layers[0]):
+            tensors |= tensors_of(shape, names.prefixes[0] + names.layer.format(layer=0))
+    return write_folder(folder, config, tensors, dtype)
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    def tensors_of(shape: Shape | None, prefix: str, *, is_transposed: bool = False) -> dict[str, Tensor]:
+def write_random_head(folder: Path, config: dict[str, object], *names: str) -> Path:
+    """Write the folder of an EAGLE-3 head. `names`: tensors that it has and a config does not tell of.
+
+    A name that begins with `midlayer.` stands for the first layer's name. Heads that draft some tokens draft every
+    second one, and the last.
+    """
+    spec, tensors_of = eagle_spec(ConfigReader(config, "head"), names), RandomTensors()
+    tensors = tensors_of(DecoderShapes.of(spec).head, "")
+    for shape in shapes_around(spec):
+        tensors |= tensors_of(shape, "")
+    for index, layer in enumerate(spec.layers):
+        for shape in layer_shapes(spec, layer):
+            tensors |= tensors_of(shape, spec.weights.layer.format(layer=index))
+    assert spec.eagle is not None
+    write_folder(folder, config, tensors)
+    if spec.eagle.num_drafted < spec.vocab_size:
+        ids = torch.arange(spec.eagle.num_drafted)
+        targets = (2 * ids).clamp(max=spec.vocab_size - spec.eagle.num_drafted + ids)
+        tensors["d2t"], tensors["t2d"] = targets - ids, torch.isin(torch.arange(spec.vocab_size), targets)
+        save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_folder(
+    folder: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write config.json and model.safetensors; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    return folder
+
+
+class RandomTensors:
+    """Random tensors of shapes, by name, from one seed."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator) * shape[-1] ** -0.5
+
+    def __call__(self, shape: Shape | None, prefix: str, *, is_transposed: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of a shape."""
+        random = self._random
         if shape is None:
             return {}
         if isinstance(shape, NormShape):
@@ -57,22 +124,3 @@ def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dt
             made[f"{prefix}{module}.weight"] = weight.T.contiguous() if is_transposed else weight
             made |= {f"{prefix}{module}.bias": random(rows)} if shape.has_bias else {}
         return made
-
-    *around, head = DecoderShapes.of(spec)
-    tensors = {} if spec.is_head_tied else tensors_of(head, "")
-    for shape in around:
-        tensors |= tensors_of(shape, names.prefixes[0])
-    for index, layer in enumerate(spec.layers):
-        for shape in layer_shapes(spec, layer):
-            prefix = names.prefixes[0] + names.layer.format(layer=index)
-            tensors |= tensors_of(shape, prefix, is_transposed=names.is_transposed)
-    if spec.mtp is not None:
-        names = spec.mtp.weights
-        for shape in MtpShapes.of(spec.mtp):
-            tensors |= tensors_of(shape, names.prefixes[0])
-        for shape in layer_shapes(spec.mtp, spec.mtp.layers[0]):
-            tensors |= tensors_of(shape, names.prefixes[0] + names.layer.format(layer=0))
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
-    return folder

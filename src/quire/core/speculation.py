@@ -10,16 +10,22 @@ from quire.core.checks import shown
 from quire.core.errors import ConfigError
 from quire.core.options import parse_json_object
 
-SpeculationMethod = Literal["ngram", "suffix", "draft_model", "mtp"]
+SpeculationMethod = Literal["ngram", "suffix", "draft_model", "mtp", "eagle3"]
 METHODS: tuple[str, ...] = get_args(SpeculationMethod)
 # vLLM's names of MTP heads, by the family that has them; `mtp` means the head of the model's own family.
 MTP_METHODS = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 _REFUSED = {
-    "eagle": "EAGLE heads are not read", "eagle3": "EAGLE heads are not read", "medusa": "Medusa heads are not read",
+    "eagle": "heads of EAGLE 1 and 2 are not read, those of EAGLE-3 are: eagle3", "medusa": "Medusa heads are not read",
     "mlp_speculator": "MLP speculators are not read", "dflash": "DFlash heads, which draft whole blocks, are not read",
     "dspark": "DSpark heads, which draft whole blocks, are not read",
     "gemma4_mtp": "Gemma 4's assistants, which read keys and values of their target, are not read",
 }  # fmt: skip
+
+# Methods with files of their own, and those by which something runs beside the target.
+FILES_OF_METHODS = {
+    "draft_model": "folder, GGUF file or hub id", "eagle3": "folder or hub id of a head for the model that is served",
+}  # fmt: skip
+METHODS_WITH_MODELS = {"draft_model": "a draft model", "mtp": "an MTP head", "eagle3": "an EAGLE-3 head"}
 
 MAX_DRAFTS = 16           # tokens of a draft: rows of 17 tokens in a step of decodes
 DEFAULT_DRAFTS = 4
@@ -32,7 +38,7 @@ _NGRAM_MODELS = ("ngram", "[ngram]")  # vLLM's older spelling of the method, as 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Settings of speculative decoding. `model` is only of the method `draft_model`, `prompt_lookup_*` of `ngram`."""
+    """Settings of speculative decoding. `model` is of `draft_model` and `eagle3`, `prompt_lookup_*` of `ngram`."""
 
     method: SpeculationMethod
     num_speculative_tokens: int = DEFAULT_DRAFTS    # the most of one draft
@@ -72,12 +78,11 @@ def _config(keys: dict[str, Any]) -> SpeculationConfig:
     if keys.get("model") in _NGRAM_MODELS and keys.get("method", "ngram") == "ngram":
         keys = {key: value for key, value in keys.items() if key != "model"} | {"method": "ngram"}
     method, model = _method(keys), keys.get("model")
-    if method == "draft_model" and (not isinstance(model, str) or not model):
+    if method in FILES_OF_METHODS and (not isinstance(model, str) or not model):
         raise ConfigError(
-            "speculative_config with the method draft_model needs a model: folder, GGUF file or hub id, "
-            f"got {shown(model)}"
+            f"speculative_config with the method {method} needs a model: {FILES_OF_METHODS[method]}, got {shown(model)}"
         )
-    if method != "draft_model" and model is not None:
+    if method not in FILES_OF_METHODS and model is not None:
         where = ": an MTP head is in the folder of the model itself" if method == "mtp" else ""
         raise ConfigError(
             f"speculative_config has the model {shown(model)}, but the method {method} has no model{where}"
@@ -94,7 +99,9 @@ def _config(keys: dict[str, Any]) -> SpeculationConfig:
 
 
 def _method(keys: dict[str, Any]) -> Any:  # noqa: ANN401 (checked to be one of METHODS)
-    method = keys.get("method", "draft_model" if "model" in keys else None)
+    model, method = keys.get("model"), keys.get("method")
+    if method is None and model is not None:  # vLLM knows heads by their names, too
+        method = "eagle3" if isinstance(model, str) and "eagle3" in model.lower() else "draft_model"
     if method is None:
         raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
     if isinstance(method, str) and method in MTP_METHODS:

@@ -24,13 +24,19 @@ from quire.core.images import NUM_CHANNELS, ImageInputs
 from quire.core.optional_package import needs_library
 from quire.core.options import parse_bytes
 from quire.core.sequence import Request
+from quire.core.speculation import METHODS_WITH_MODELS
 from quire.decoding.grammars.constrained import ConstrainedDecoding, TokenizerText
 from quire.engine.adapters.store import (
     AdapterStore,
     make_slots,
     make_store,
 )
-from quire.engine.draft_model_loading import LoadedDraftModel, load_draft_model, load_mtp_head
+from quire.engine.draft_model_loading import (
+    LoadedDraftModel,
+    load_draft_model,
+    load_eagle_head,
+    load_mtp_head,
+)
 from quire.engine.engine import TEXT_ALONE, Engine
 from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.kv_disk import KVDisk
@@ -54,10 +60,10 @@ from quire.extension.isas import usable_isas
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.config import UnknownArchitectureError, expert_reads, num_layer_weights
 from quire.model.decoder import MAX_STEP_IMAGE_TOKENS, Decoder
+from quire.model.draft_head import DraftHead
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.merging_vision import MergingTower, merged_flops
-from quire.model.mtp import MtpHead
 from quire.model.quantization import UNQUANTIZED
 from quire.model.resolve import resolve_model, resolve_tokenizer
 from quire.model.spec import DecoderSpec
@@ -255,10 +261,12 @@ def _draft_model(
 ) -> LoadedDraftModel | None:
     """Return the draft model that the options ask for. `folder`, `tokenizer`: of the target."""
     config = options.speculation
-    if config is None or config.method not in ("draft_model", "mtp"):
+    if config is None or config.method not in METHODS_WITH_MODELS:
         return None
     if config.method == "mtp":
         return load_mtp_head(options, config, target, folder)
+    if config.method == "eagle3":
+        return load_eagle_head(options, config, target)
     return load_draft_model(options, config, target, tokenizer)
 
 
@@ -383,7 +391,7 @@ def _token_flops(spec: DecoderSpec) -> float:
 
 def open_disk(
     options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler,
-    draft_model: LanguageModel | MtpHead | None,
+    draft_model: LanguageModel | DraftHead | None,
 ) -> KVDisk:  # fmt: skip
     """Return the disk tier of an engine, with the blocks that its folder has. ConfigError where it cannot be served."""
     cache = scheduler.cache
@@ -423,7 +431,7 @@ def check_has_blocks(setting: str, cache: KVCacheManager, loaded: LoadedModel) -
 
 def open_peers(
     options: EngineOptions, loaded: LoadedModel, kv: KVCache, scheduler: Scheduler,
-    draft_model: LanguageModel | MtpHead | None, member: FleetMember | None = None,
+    draft_model: LanguageModel | DraftHead | None, member: FleetMember | None = None,
 ) -> "KVPeers":  # fmt: skip
     """Return the parts of an engine in prefill apart from decoding. ConfigError where it cannot take them.
 

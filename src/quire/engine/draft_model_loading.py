@@ -18,9 +18,12 @@ from quire.engine.options import EngineOptions
 from quire.engine.parallel.link import RankedModel
 from quire.engine.sizing import ModelLimits
 from quire.execution.batch import PersistentBatch
-from quire.execution.drafting.draft_model import DraftModel, MtpDrafter
+from quire.execution.drafting.draft_model import DraftModel, HeadDrafter
 from quire.kernels.choice import choose_back_end
 from quire.model.decoder import Decoder
+from quire.model.draft_head import DraftHead
+from quire.model.eagle import EagleHead
+from quire.model.eagle_config import fitted, read_eagle
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
@@ -28,7 +31,7 @@ from quire.model.mtp import MtpHead
 from quire.model.quantization import Quantization, QuantizationOptions
 from quire.model.resolve import resolve_model
 from quire.model.source import ModelSource
-from quire.model.spec import widest_window
+from quire.model.spec import DecoderSpec, widest_window
 from quire.model.weights import WeightReader
 from quire.text.text_settings import TOKENIZER_FILE
 
@@ -39,14 +42,14 @@ log = logging.getLogger(__name__)
 class LoadedDraftModel:
     """A draft model on the target's device. `max_positions`: positions that it can compute."""
 
-    model: LanguageModel | MtpHead
+    model: LanguageModel | DraftHead
     max_positions: int
     scratch: ScratchBlocks
 
     @property
     def pass_bytes(self) -> tuple[int, int]:
         """Bytes of weights that a pass of one token reads, and the part of them that is read for drafts alone."""
-        if isinstance(self.model, MtpHead):
+        if isinstance(self.model, DraftHead):
             return self.model.pass_bytes
         return self.model.read_bytes if isinstance(self.model, Decoder) else self.model.weight_bytes, 0
 
@@ -73,8 +76,9 @@ class LoadedDraftModel:
 
     def drafter(self, cache: KVCache, batch: PersistentBatch) -> DraftModel:
         """Return the drafter over `cache`, as in `allocate_cache`, for the rows of a batch."""
-        kind = MtpDrafter if isinstance(self.model, MtpHead) else DraftModel
-        return kind(self.model, cache, batch, self.scratch, self.max_positions)
+        if isinstance(self.model, DraftHead):
+            return HeadDrafter(self.model, cache, batch, self.scratch, self.max_positions)
+        return DraftModel(self.model, cache, batch, self.scratch, self.max_positions)
 
 
 def load_draft_model(
@@ -124,6 +128,50 @@ def load_mtp_head(
     return LoadedDraftModel(head, target.limits.max_position_embeddings, scratch)
 
 
+def load_eagle_head(options: EngineOptions, config: SpeculationConfig, target: LoadedModel) -> LoadedDraftModel:
+    """Load the EAGLE-3 head that `config` names; the target's `forward` returns from then on what the head reads.
+
+    Raises ConfigError, or ModelError, that names the head and what is not supported, or does not fit the target.
+    """
+    assert config.model is not None, "the method eagle3 has a model"
+    _require_support(target, config)
+    where = f"speculative_config: EAGLE-3 head {config.model!r}"
+    if options.tensor_parallel_size > 1:
+        raise ConfigError(f"{where} is not supported with tensor_parallel_size {options.tensor_parallel_size} yet")
+    try:
+        return _load_eagle_head(options, config.model, config.num_speculative_tokens, target)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _load_eagle_head(
+    options: EngineOptions, name: str, num_drafts: int, target: LoadedModel
+) -> LoadedDraftModel:
+    model, max_positions = target.model, target.limits.max_position_embeddings
+    assert isinstance(model, Decoder), "a model through transformers"
+    if target.pooler is not None:
+        raise ConfigError("it is not supported for a model that gives vectors, too")
+    source = read_eagle(resolve_model(name, options.model_files), options.load_format)
+    spec = fitted(source.spec, model.spec)
+    _require_back_end(spec, target, options)
+    if any(each.dynamic is not None or each.long is not None for each in spec.rotaries):
+        max_positions = min(max_positions, spec.default_positions)   # others turn alike at all positions
+    stored = source.open_tensors(draft_quantization(source, options.quantization_options))
+    reader = WeightReader(
+        stored.checkpoint, spec.weights, model.back_end, dtype_name(model.dtype), model.device, stored.weight_format
+    )
+    head = EagleHead(model, spec, reader, options.kv_cache_dtype, max_positions)
+    reader.warn_of_unread()
+    assert spec.eagle is not None
+    model.tap_layers(spec.eagle.taps)
+    log.info(
+        "EAGLE-3 head %s: %d parameters, %d bytes of weights, of streams in front of layers %s", name,
+        head.num_parameters, head.weight_bytes, ", ".join(map(str, spec.eagle.taps)),
+    )  # fmt: skip
+    scratch = ScratchBlocks.of(num_drafts, options.resolved_max_num_seqs, options.block_size)
+    return LoadedDraftModel(head, max_positions, scratch)
+
+
 def draft_quantization(source: ModelSource, asked: QuantizationOptions) -> Quantization:
     """Return the quantization of a draft model: that of its files, or the target's int8 or int4 if they hold floats."""
     stored = source.quantization(QuantizationOptions())
@@ -139,6 +187,15 @@ def _require_support(target: LoadedModel, config: SpeculationConfig) -> None:
         raise ConfigError("speculative_config: the model has no output head, so there is nothing to draft")
 
 
+def _require_back_end(spec: DecoderSpec, target: LoadedModel, options: EngineOptions) -> None:
+    """Raise ConfigError for a model, or a head, that does not run on the target's back end."""
+    needed, found = choose_back_end(target.model.device, isa=options.cpu_isa, head_dim=spec.head_dim), target.model
+    if needed.name != found.back_end.name:
+        raise ConfigError(
+            f"its heads of {spec.head_dim} need the back end {needed.name}, but the model runs on {found.back_end.name}"
+        )
+
+
 def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedModel, tokenizer: Path) -> LoadedDraftModel:
     folder = resolve_model(name, options.model_files)
     source = read_source(folder, options.load_format)
@@ -149,11 +206,7 @@ def _load(options: EngineOptions, name: str, num_drafts: int, target: LoadedMode
         what = "short convolutions" if spec.has_tails else "states"
         raise ConfigError(f"drafts by a model with {what} are not supported yet")
     require_same_tokens(tokenizer, target.model.vocab_size, folder, spec.vocab_size)
-    needed = choose_back_end(target.model.device, isa=options.cpu_isa, head_dim=spec.head_dim)
-    if needed.name != back_end.name:
-        raise ConfigError(
-            f"its heads of {spec.head_dim} need the back end {needed.name}, but the model runs on {back_end.name}"
-        )
+    _require_back_end(spec, target, options)
     max_positions = min(
         target.limits.max_position_embeddings,
         options.max_model_len or spec.default_positions,

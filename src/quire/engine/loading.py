@@ -25,10 +25,10 @@ from quire.kernels.back_end import require_kv_dtype, serves_head_dim
 from quire.kernels.choice import choose_back_end
 from quire.kernels.paged_attention import AttentionBackEnd
 from quire.model.decoder import Decoder
+from quire.model.draft_head import DraftHead
 from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import LanguageModel
 from quire.model.loader import load_model
-from quire.model.mtp import MtpHead
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import Ranks, Shard, check_shardable
 from quire.model.source import image_settings_of
@@ -152,7 +152,7 @@ def packed_place(options: EngineOptions, back_end: str, *, must_write: bool) -> 
 
 
 def kv_identity(
-    options: EngineOptions, loaded: LoadedModel, cache: KVCache, draft_model: LanguageModel | MtpHead | None = None,
+    options: EngineOptions, loaded: LoadedModel, cache: KVCache, draft_model: LanguageModel | DraftHead | None = None,
     rank: int = 0,
 ) -> KVIdentity:
     """Return the identity of what an engine writes to its KV cache. It reads all weights once, from memory.
@@ -181,12 +181,12 @@ def kv_identity(
     )
 
 
-def _model_digests(model: LanguageModel | MtpHead) -> tuple[str, str, str]:
+def _model_digests(model: LanguageModel | DraftHead) -> tuple[str, str, str]:
     """Return digests of a model's spec, of its weights, and of the frequencies of its rotary tables.
 
     A table is a function of these and of the position. Its length is not in it: that depends on the free memory.
     """
-    if model.back_end.name != "cpp" or not isinstance(model, Decoder | MtpHead):
+    if model.back_end.name != "cpp" or not isinstance(model, Decoder | DraftHead):
         raise ConfigError(f"keys and values of the back end {model.back_end.name} have no identity, and are not stored")
     from quire.model.packed_weights import weights_digest  # noqa: PLC0415 (of the C++ back end alone)
 

@@ -97,6 +97,8 @@ SUPPORT: dict[str, frozenset[str]] = {
     "HeadNorm": CPU,
     "Lookup": CPU,
     "Multiply": CPU,
+    "Tap": CPU,
+    "Join": CPU,
     "experts beside a feed-forward": CPU,
     "SplitLatent": CPU,
     "HeadLinear": CPU,

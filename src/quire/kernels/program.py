@@ -9,7 +9,7 @@ is not to be read again.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from quire.kernels.tensors import Tensor, added
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
 
 Activations = dict[str, Tensor]
+NO_OTHERS: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +236,7 @@ class CountLayerOp:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Ops from the activation INPUT to the activation `result`."""
+    """Ops from the activation INPUT, and perhaps others that the caller has, to the activation `result`."""
 
     ops: tuple[Op, ...]
     result: str
@@ -246,10 +247,10 @@ class Program:
         dead = (tuple(set(op.reads + op.writes) - names) for op, names in zip(self.ops, alive, strict=True))
         object.__setattr__(self, "dead", tuple(dead))
 
-    def run(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """Run the ops one after the other and return the result; x is not to be used again."""
-        activations = {INPUT: x}
-        del x
+    def run(self, x: Tensor, inputs: LayerInputs, others: Mapping[str, Tensor] = NO_OTHERS) -> Tensor:
+        """Run the ops one after the other and return the result; x, and the `others`, are not to be used again."""
+        activations = {INPUT: x, **others}
+        del x, others
         if len(self.ops) > 1:
             run_ops(self.ops, self.dead, activations, inputs)
         else:

@@ -8,9 +8,9 @@ from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.linear_weight import Table
 from quire.kernels.mamba import MambaRule, MambaSpec
 from quire.kernels.paged_attention import Heads
-from quire.kernels.program import Activations, LayerInputs, Names
+from quire.kernels.program import INPUT, Activations, LayerInputs, Names
 from quire.kernels.short_conv import Convolve, ShortConvSpec
-from quire.kernels.tensors import Tensor, added, clipped, empty_like, multiplied, scaled
+from quire.kernels.tensors import Tensor, added, clipped, concatenated_columns, empty_like, multiplied, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +283,38 @@ class AddRowsOp:
             rows, values = inputs.added
             x = activations[self.x]
             x[rows] = added(x[rows], values[:, self.first : self.first + self.width])
+
+
+@dataclass(frozen=True, slots=True)
+class TapOp:
+    """out = the stream, or x + the stream where x is not added to it yet, in memory of its own; both are kept."""
+
+    name: str
+    x: str | None
+    out: str
+    width: int
+    stream: str = INPUT
+
+    reads = Names("x", "stream")
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        stream = activations[self.stream]
+        activations[self.out] = scaled(stream, 1.0) if self.x is None else added(activations[self.x], stream)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOp:
+    """out = activations [num_tokens, any] side by side."""
+
+    name: str
+    reads: tuple[str, ...]
+    out: str
+
+    writes = Names("out")
+
+    def run(self, activations: Activations, inputs: LayerInputs) -> None:
+        activations[self.out] = concatenated_columns([activations[name] for name in self.reads])
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,15 @@ ALIBI = "biases of attention scores by distance (ALiBi) are not computed"
 COMPRESSED = "compressed attention and several residual streams are not computed"
 RECURRENT = "of recurrent layers, gated delta nets and Mamba-2 are computed"
 ENCODER = "of encoders, BERT, DistilBERT, RoBERTa, XLM-RoBERTa and ModernBERT are served"
+EAGLE = "an EAGLE-3 head drafts for a model; give it with that, as model of speculative_config with the method eagle3"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": ALIBI,
     "MptForCausalLM": ALIBI,
     "MPTForCausalLM": ALIBI,
+    "Eagle3LlamaForCausalLM": EAGLE,
+    "Eagle3Qwen3ForCausalLM": EAGLE,
+    "Eagle3Speculator": EAGLE,
+    "LlamaForCausalLMEagle3": EAGLE,
     "DeepseekV4ForCausalLM": COMPRESSED,
     "FalconMambaForCausalLM": RECURRENT,
     "JambaForCausalLM": RECURRENT,

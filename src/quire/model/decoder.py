@@ -1,5 +1,6 @@
 """The decoder, or encoder: embeddings, a layer program and a head, built from a spec."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,11 @@ from quire.kernels.linear_weight import StoredTable, Table
 from quire.kernels.paged_attention import build_metadata
 from quire.kernels.program import LayerInputs, OpTime, ProgramTimer
 from quire.kernels.special_ops import SummedLinearOp
-from quire.kernels.tensors import NUMPY_LIBRARY, DType, Tensor, added, divided, scaled, take_rows, tanh
+from quire.kernels.tensors import NUMPY_LIBRARY, DType, Tensor, added, contiguous, divided, scaled, take_rows, tanh
 from quire.model.config import num_layer_weights
 from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
-from quire.model.layer_builder import ProgramInputs, build_program, make_norm, with_added_rows
+from quire.model.layer_builder import ProgramInputs, build_program, make_norm, with_added_rows, with_taps
 from quire.model.rope import RotaryTable, RotaryTables, inverse_frequencies
 from quire.model.shapes import DecoderShapes, LinearShape
 from quire.model.sharding import Ranks
@@ -113,16 +114,25 @@ class Decoder:
         self.summed_inputs = {op.name: op.inputs for op in summed}  # inputs of each such layer that this rank has
         require_ops(self.back_end.name, program.ops)
         require_attention(self.back_end.attention, program.ops, self.dtype)
-        self._program = self._image_program = self.back_end.fuse(program)
+        self._unfused = [program]            # the last one is of steps with images
         if merging is not None and merging.deep_layers:
-            deep = with_added_rows(program, spec.hidden_size, len(merging.deep_layers))
-            self._image_program = self.back_end.fuse(deep)
+            self._unfused.append(with_added_rows(program, spec.hidden_size, len(merging.deep_layers)))
+        self._programs = [self.back_end.fuse(each) for each in self._unfused]
         project = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
         head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
         self._head = head if head is None or project is None else ProjectedHead(project, head)
         self._tally = weights.tally
         self._tally.frequencies |= frequencies
+
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Let `forward` return the streams in front of some layers, too: columns behind those of the hidden states.
+
+        `num_layers` is the place behind the last layer, before the final norm.
+        """
+        width, num_layers = self.spec.hidden_size, self.spec.num_layers
+        self._unfused = [with_taps(program, width, layers, num_layers) for program in self._unfused]
+        self._programs = [self.back_end.fuse(program) for program in self._unfused]
 
     @property
     def progress(self) -> NDArray[np.int64]:
@@ -168,7 +178,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step: write the tokens' keys and values, return their hidden states [num_tokens, hidden_size].
 
-        The hidden states are normed, ready for `logits`. They are in the model's dtype.
+        The hidden states are normed, ready for `logits`. They are in the model's dtype. `tap_layers` adds columns.
         """
         if batch.adapters is not None:
             require(self.back_end.name, ["adapters"])
@@ -178,14 +188,14 @@ class Decoder:
         inputs = self.layer_inputs(batch, cache)
         x = self.embedding(batch.token_ids, batch.positions, batch.token_types)
         if batch.embeds is None:
-            return self._program.run(x, inputs)
+            return self._programs[0].run(x, inputs)
         rows, values, places = batch.embeds
         x[rows] = values[:, : self.spec.hidden_size]
         if places is not None:
             positions = np.asarray(batch.positions).copy()
             positions[rows] = self._rotary.place(places)  # the program's tables are in the same memory
             inputs = replace(inputs, positions=self.back_end.library.tensor(positions), added=(rows, values))
-        return self._image_program.run(x, inputs)
+        return self._programs[-1].run(x, inputs)
 
     def layer_inputs(self, batch: ForwardBatch, cache: KVCache) -> LayerInputs:
         """Return the inputs of a layer program in a step, with rotary tables as long as the step needs."""
@@ -201,13 +211,13 @@ class Decoder:
 
     def start_timing(self) -> ProgramTimer:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
-        timer = ProgramTimer(self._program)
-        self._program = timer.timed
+        timer = ProgramTimer(self._programs[0])
+        self._programs[0] = timer.timed
         return timer
 
     def stop_timing(self, timer: ProgramTimer) -> list[OpTime]:
         """Return the seconds of each op since `start_timing`, in their order."""
-        self._program = timer.untimed
+        self._programs[0] = timer.untimed
         return timer.stop()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -215,6 +225,8 @@ class Decoder:
 
         They are defined until the next call, which may write over them; the caller may change them.
         """
+        if hidden.shape[1] > self.spec.hidden_size:   # of tapped layers
+            hidden = contiguous(hidden[:, : self.spec.hidden_size])
         if self._classifier is not None:
             hidden = self._classifier(hidden)
         logits = self.head_sums(hidden)

@@ -23,12 +23,12 @@ from quire.model.quantization import Quantization
 from quire.model.shapes import (
     DecoderShapes,
     LinearShape,
-    MtpShapes,
     NormShape,
     Shape,
     VectorShape,
     VisionShapes,
     layer_shapes,
+    shapes_around,
 )
 from quire.model.source import FolderSource, is_quantized
 from quire.model.spec import DecoderSpec, VisionSpec
@@ -131,7 +131,8 @@ def _entries(spec: DecoderSpec) -> Iterator[tuple[str, _Entry]]:
     shapes, names = DecoderShapes.of(spec), spec.weights
     unprefixed = {shapes.classifier, shapes.classifier_norm}
     placed: list[tuple[Shape | None, str]] = [
-        (shape, "" if shape in unprefixed else names.prefixes[0]) for shape in shapes[:-1]
+        (shape, "" if shape in unprefixed else names.prefixes[0])
+        for shape in shapes_around(spec)
     ]
     for index, layer in enumerate(spec.layers):
         prefix = names.prefixes[0] + names.layer.format(layer=index)
@@ -139,7 +140,7 @@ def _entries(spec: DecoderSpec) -> Iterator[tuple[str, _Entry]]:
     if spec.mtp is not None:
         head = spec.mtp
         prefix = head.weights.prefixes[0]
-        placed += [(shape, prefix) for shape in MtpShapes.of(head)]
+        placed += [(shape, prefix) for shape in shapes_around(head)]
         prefix += head.weights.layer.format(layer=0)
         placed += [(shape, prefix) for shape in layer_shapes(head, head.layers[0])]
     for shape, prefix in placed:

@@ -80,8 +80,8 @@ class KVGeometry:
 
         `tail_dtype`: of tails, and of inputs beside states; None: `dtype`. `max_truncated`: the most computed tokens
         that are taken back before the next step; a tail, or a state, has as many tokens more than a convolution needs.
-        An encoder keeps nothing: its geometry has no layers. The last layer of an MTP head is a tail, the hidden state
-        of the target behind the last token in a block, and the number of tokens up to it (`MtpDrafter`).
+        An encoder keeps nothing: its geometry has no layers. The last layer of a draft head is a tail, what it reads of
+        the target behind the last token in a block, and the number of tokens up to it (`HeadDrafter`).
         """
         layers, states = list[LayerKV | LayerTail](), list[StateShape]()
         spec.check_kv_dtype(dtype)
@@ -101,7 +101,7 @@ class KVGeometry:
                 continue
             value_dim = 0 if mixer.key_value_dim else None
             layers.append(LayerKV(mixer.num_kv_heads, mixer.head_dim, dtype, scale_dtype, mixer.window, value_dim))
-        if spec.is_mtp:
+        if spec.is_draft_head:
             layers.append(LayerTail(1, spec.hidden_size + 1, tail_dtype or dtype))
         return cls(tuple(layers), tuple(states))
 

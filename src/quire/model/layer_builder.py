@@ -2,11 +2,11 @@
 
 The activations are `stream`, the residual stream; `x`, a sublayer's input and then its output (parallel sublayers:
 `normed`, `x` and `y`, and `scored` by the router of experts that stand beside a feed-forward); `qkv` and its views
-`query`, `key`, `value`; `attended`; `inner`, between the two projections of the feed-forward. An op's name is
-`layers.N.` and a name given here.
+`query`, `key`, `value`; `attended`; `inner`, between the two projections of the feed-forward; `tap.N`, streams that are
+results, too. An op's name is `layers.N.` and a name given here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,7 @@ from quire.model.spec import (
 )
 from quire.model.weights import WeightReader
 
+JOINED = "joined"  # [num_tokens, 2 * hidden_size], what the first layer of an EAGLE-3 head reads; the caller has it
 LATENT_NORM_EPS = 1e-6  # whatever other norms have: in the code of all families with latents
 OFFSETS: dict[NormKind, float] = {"rms_float": 0.0, "rms_offset": 1.0}  # added to weights, in float32
 
@@ -126,6 +127,33 @@ def with_added_rows(program: Program, width: int, num_layers: int) -> Program:
     return Program(tuple(found), program.result)
 
 
+def with_taps(program: Program, width: int, layers: Sequence[int], num_layers: int) -> Program:
+    """Return a program with a result that has, behind its columns, the streams in front of some layers.
+
+    `num_layers` in `layers` is the stream behind the last layer, before its norm.
+    """
+    taps = dict[int, special_ops.TapOp]()  # by the place in front of which they run
+    for number, layer in enumerate(layers):
+        stem = "final_" if layer == num_layers else f"layers.{layer}."
+        names = (place for place, op in enumerate(program.ops) if op.name.startswith(stem))
+        place = next(names, len(program.ops))
+        missing = _added_to_stream(program.ops[place]) if place < len(program.ops) else None
+        taps[place] = special_ops.TapOp(f"tap.{layer}", missing, f"tap.{number}", width)
+    found = list[Op]()
+    for place, op in enumerate((*program.ops, None)):
+        found += [taps[place]] if place in taps else []
+        found += [] if op is None else [op]
+    joined = special_ops.JoinOp("taps", (program.result, *(tap.out for tap in taps.values())), "tapped")
+    return Program((*found, joined), joined.out)
+
+
+def _added_to_stream(op: Op) -> str | None:
+    """Return the activation that an op adds to the stream; None: it adds none."""
+    if isinstance(op, ops.NormOp):
+        return op.x if op.residual == INPUT else None
+    return op.x if isinstance(op, ops.AddOp) and op.y == INPUT else None
+
+
 def make_norm(
     spec: DecoderSpec, weights: WeightReader, shape: NormShape, heads: Range | None = None, *, eps: float | None = None
 ) -> Norm:
@@ -193,7 +221,10 @@ class LayerBuilder:
     def _mixers(self) -> None:
         """Append the norm and the mixer, or both mixers and their sum (Falcon-H1: TII 2025)."""
         beside, (factor, factor_beside) = self._layer.beside, self._layer.mixer_multipliers
-        source = self.norm_of_stream("attention_norm", self._shapes.attention_norm, "x" if beside is None else "normed")
+        source = JOINED
+        if self._layer.attention is None or not self._layer.attention.reads_embedding:
+            out = "x" if beside is None else "normed"
+            source = self.norm_of_stream("attention_norm", self._shapes.attention_norm, out)
         if beside is not None:
             assert self._shapes.beside is not None
             self._mamba(beside, self._shapes.beside, source, "y")

@@ -36,7 +36,7 @@ from quire.model.checkpoints.packed_file import (
     write_packed,
 )
 from quire.model.decoder import Decoder
-from quire.model.mtp import MtpHead
+from quire.model.draft_head import DraftHead
 from quire.model.quantization import Quantization
 from quire.model.resolve import DIGEST_SUFFIXES
 from quire.model.shapes import LinearShape
@@ -116,7 +116,7 @@ def settings_of(dtype: str, quantization: Quantization, *, has_head: bool) -> Fi
     }  # fmt: skip
 
 
-def weights_digest(decoder: Decoder | MtpHead) -> str:
+def weights_digest(decoder: Decoder | DraftHead) -> str:
     """Return the SHA-256 of the digests of all arrays that a decoder, or a head, of the C++ back end computes with.
 
     They are those in memory, packed; so a start with a packed file and one without have the same digest.
@@ -175,7 +175,9 @@ class PackedReader(WeightReader):
         make = partial(self.back_end.linear, dtype=dtype, activation=shape.activation or "none")
         return self._layer("+".join(self._prefix + module for module in shape.modules), shape, read, make)
 
-    def head(self, shape: LinearShape, embedding: TokenTable, *, is_tied: bool, rows: Range | None = None) -> Linear:
+    def head(
+        self, shape: LinearShape, embedding: TokenTable | None, *, is_tied: bool, rows: Range | None = None
+    ) -> Linear:
         """Return the layer from hidden states to logits, of the whole vocabulary."""
         assert rows is None, "rows of a rank"
         read = partial(super().head, shape, embedding, is_tied=is_tied)

@@ -182,6 +182,7 @@ class AttentionShapes(NamedTuple):
     def of(cls, spec: DecoderSpec, attention: Attention) -> "AttentionShapes":
         """Return the shapes of the attention of a layer."""
         names, width = spec.weights, spec.hidden_size
+        num_inputs = 2 * width if attention.reads_embedding else width
         num_heads, num_kv_heads, head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         num_gated = num_heads if attention.has_output_gate else 0
         rows = tuple(count * head_dim for count in (num_heads + num_gated, num_kv_heads, num_kv_heads))
@@ -190,7 +191,7 @@ class AttentionShapes(NamedTuple):
         modules = names.qkv[:num_projected]
         return cls(
             qkv=LinearShape(
-                modules, rows[:num_projected], width, attention.has_qkv_bias, num_groups=groups,
+                modules, rows[:num_projected], num_inputs, attention.has_qkv_bias, num_groups=groups,
                 num_gated_heads=num_gated,
             ),
             query_norm=_head_norm(spec, attention, names.query_norm, num_heads),
@@ -471,6 +472,8 @@ class DecoderShapes(NamedTuple):
         names, width, hidden = spec.weights, spec.embedding_size, spec.hidden_size
         num_positions, classifier, classifier_norm = spec.max_position_embeddings + spec.position_offset, None, None
         num_outputs = spec.vocab_size if spec.classifier is None else spec.classifier.num_labels
+        if spec.eagle is not None:
+            num_outputs = spec.eagle.num_drafted
         if spec.classifier is not None and spec.has_head:
             assert names.classifier is not None, "a classifier in a map of names without it"
             activation = None if spec.classifier.activation == "tanh" else spec.classifier.activation
@@ -509,6 +512,49 @@ class MtpShapes(NamedTuple):
         embedding_norm, hidden_norm, final_norm = norms
         projection = LinearShape((names.mtp_projection,), (width,), 2 * width)
         return cls(embedding_norm, hidden_norm, projection, final_norm)
+
+
+class EagleShapes(NamedTuple):
+    """The modules of an EAGLE-3 head around its layers, without its layer to logits."""
+
+    embedding: TableShape | None
+    joined_norm: NormShape | None
+    tap_norms: tuple[NormShape, ...]
+    projection: LinearShape
+    embedding_norm: NormShape
+    hidden_norm: NormShape
+    final_norm: NormShape
+
+    @classmethod
+    def of(cls, spec: DecoderSpec) -> "EagleShapes":
+        """Return the shapes of a head."""
+        names, width, eagle = spec.weights, spec.hidden_size, spec.eagle
+        assert eagle is not None, "a decoder that is no EAGLE-3 head"
+        num_columns, first = eagle.num_taps * eagle.target_size, names.layer.format(layer=0)
+        return cls(
+            embedding=TableShape(names.embedding, spec.vocab_size, width) if eagle.has_table else None,
+            joined_norm=_norm(spec, "input_norm", num_columns) if eagle.has_joined_norm else None,
+            tap_norms=tuple(
+                _norm(spec, f"fc_norm.{number}", eagle.target_size)
+                for number in range(eagle.num_taps if eagle.has_tap_norms else 0)
+            ),
+            projection=LinearShape(("fc",), (width,), num_columns),
+            embedding_norm=_norm(spec, first + names.attention_norm, width),
+            hidden_norm=_norm(spec, f"{first}hidden_norm", width),
+            final_norm=_norm(spec, names.final_norm, width),
+        )
+
+    @property
+    def all(self) -> tuple[Shape | None, ...]:
+        """All of them, in order."""
+        return (*self[:2], *self.tap_norms, *self[3:])
+
+
+def shapes_around(spec: DecoderSpec) -> tuple[Shape | None, ...]:
+    """Return the shapes of the modules before and after the layers, without the layer to logits."""
+    if spec.eagle is not None:
+        return EagleShapes.of(spec).all
+    return tuple(MtpShapes.of(spec)) if spec.is_mtp else DecoderShapes.of(spec)[:-1]
 
 
 class ProjectorShapes(NamedTuple):

@@ -284,6 +284,7 @@ class Attention:
     has_value_norm: bool = False                # values are normalized over each head, without weights
     are_values_keys: bool = False               # values are keys before their norm, and are not projected
     cache_layer: int | None = None              # reads the cache of this earlier layer, and has no keys; None: its own
+    reads_embedding: bool = False               # of an EAGLE-3 head: projects an embedding beside the hidden state
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -509,6 +510,26 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Eagle:
+    """What an EAGLE-3 head (Li et al. 2025) has beside its layers, and the target that it was trained for.
+
+    It reads streams of the target in front of the layers `taps`, of `target_size` columns each, projected to one
+    hidden state. The first layer's attention reads the normalized embedding of a token and the normalized hidden state
+    of the token before, side by side.
+    """
+
+    taps: tuple[int, ...]              # ascending; empty: those of the target's depth, as `taps_of_depth`
+    num_taps: int
+    target_size: int
+    num_drafted: int                   # rows of its head: tokens that it drafts
+    has_table: bool                    # embeddings of its own, else the target's
+    has_joined_norm: bool = False      # the streams side by side are normalized, or each by itself
+    has_tap_norms: bool = False
+    is_residual_normed: bool = False   # the layer's stream begins with the normalized hidden state
+    is_output_normed: bool = False     # the next draft reads the final norm's output, else its input
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Sizes and choices of a decoder, or of an encoder, and how its weights are called.
 
@@ -543,6 +564,7 @@ class DecoderSpec:
     layer_input: LayerInput | None = None
     vision: "VisionSpec | None" = field(default=None, repr=False)  # None: reads text alone
     mtp: "DecoderSpec | None" = field(default=None, repr=False)  # an MTP head of the checkpoint, as `with_mtp` makes it
+    eagle: Eagle | None = None                  # of an EAGLE-3 head; None: it is none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)
@@ -645,6 +667,11 @@ class DecoderSpec:
     def is_mtp(self) -> bool:
         """Whether it is an MTP head: its embeddings and its layer to logits are those of its target."""
         return self.weights.mtp_projection is not None
+
+    @property
+    def is_draft_head(self) -> bool:
+        """Whether it is a head that reads hidden states of a target."""
+        return self.is_mtp or self.eagle is not None
 
     @property
     def is_causal(self) -> bool:

@@ -314,21 +314,22 @@ class WeightReader:
         return scales
 
     def head(
-        self, shape: LinearShape, embedding: TokenTable, *, is_tied: bool, rows: Range | None = None
+        self, shape: LinearShape, embedding: TokenTable | None, *, is_tied: bool, rows: Range | None = None
     ) -> Linear:
         """Return the layer from hidden states to logits, in float32; by default the embedding table itself when tied.
 
-        rows: those of the vocabulary that are read; None: all. A tied head counts as no parameters of its own, unless
-        the checkpoint has tensors of it.
+        `embedding`: None for a head that is not tied, of a model without a table of its own. rows: those of the
+        vocabulary that are read; None: all. A tied head counts as no parameters of its own, unless the checkpoint has
+        tensors of it.
         """
         num_read, names, num_rows = len(self._tensors.names_read), self._tensors.names, shape.num_rows[0]
         others = (stem for stem in self.names.other_heads if any(name.startswith(f"{stem}.") for name in names))
         module = ModuleRows(next(others, shape.modules[0]), num_rows, *(rows or (0, num_rows)))
-        table, own = embedding.stored, slice(*module.rows)
+        table, own = None if embedding is None else embedding.stored, slice(*module.rows)
         table = table[own] if isinstance(table, np.ndarray) else table
         read = self._format.read_head(self._tensors, module, shape.width, table if is_tied else None)
         bias = self._read_biases([module]) if shape.has_bias else None
-        if read.format == DENSE and read.data[0] is table:  # on a GPU, too, the head and the table are one
+        if embedding is not None and read.format == DENSE and read.data[0] is table:  # one on a GPU, too
             weight = LinearWeight.dense(embedding.taken[own])  # type: ignore[index]
         else:
             weight = self._library.weight(read, self.device)
@@ -336,6 +337,13 @@ class WeightReader:
         is_counted = len(self._tensors.names_read) > num_read
         self._tally_layer(layer, (module.stop - module.start) * shape.width if is_counted else 0)
         return layer
+
+    def integers(self, name: str, length: int) -> NDArray[np.int64] | None:
+        """Return a tensor of integers [length]; None if the checkpoint does not have it."""
+        name = self._prefix + name
+        if name not in self._tensors.names:
+            return None
+        return self._tensors.raw(name, (length,), ("I64", "I32")).astype(np.int64)
 
     def rounded(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return values, rounded to the model's dtype."""

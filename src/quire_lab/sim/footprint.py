@@ -16,12 +16,12 @@ from quire.model.shapes import (
     DecoderShapes,
     LayerShapes,
     LinearShape,
-    MtpShapes,
     Shape,
     ShortConvShapes,
     TableShape,
     VectorShape,
     layer_shapes,
+    shapes_around,
     vision_shapes,
 )
 from quire.model.sharding import DELTA_OPS, HEAD_OPS, MAMBA_OPS, Range, Shard
@@ -32,6 +32,7 @@ ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
 STRIP_ROWS = 16                                   # rows of a strip of packed quantized weights
 TILE_INPUTS = {"int8": (16, 32, 64), "int4": (32, 64)}  # the smallest that holds a group, or else the largest
 CACHE_LINE = 64  # bytes
+TARGET_ID_BYTES = 8  # of the target's id of a token that an EAGLE-3 head drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ def weight_bytes(
 ) -> int:
     """Return the bytes of all weights as a device keeps them; `shard`: as this rank of tensor parallelism does.
 
-    Of an MTP head they are those that its target lacks.
+    Of a draft head they are those that its target lacks.
     `of_one_token`: those that a step of one token reads, without tables, and of experts without those that the token
     does not use.
     """
@@ -145,7 +146,9 @@ def weight_bytes(
 
     is_head_kept |= of_one_token and spec.has_head
     is_head_kept &= not spec.is_mtp
-    total = sum(kept(shape, prefix) for shape in (MtpShapes.of(spec) if spec.is_mtp else around[:-1]))
+    total = sum(kept(shape, prefix) for shape in shapes_around(spec))
+    if spec.eagle is not None and spec.eagle.num_drafted < spec.vocab_size and not of_one_token:
+        total += TARGET_ID_BYTES * spec.eagle.num_drafted
     if not of_one_token:
         total += vision_bytes(spec, dtype, packing, quantization)
     for index, layer in enumerate(spec.layers):

@@ -11,6 +11,7 @@ from quire.core.errors import ConfigError
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.model.config import resolved_dtype, spec_from_config
+from quire.model.eagle_config import fitted, read_eagle
 from quire.model.quantization import UNQUANTIZED, Quantization, QuantizationOptions, resolve
 from quire.model.resolve import resolve_model
 from quire.model.spec import DecoderSpec
@@ -107,7 +108,7 @@ def read_model(
 def read_draft_model(target: FoundModel, options: EngineOptions) -> FoundModel | None:
     """Return the draft model that the options ask for, or None, in the target's dtype and rounded as the target is.
 
-    ConfigError for an MTP head that the target lacks.
+    ConfigError for an MTP head that the target lacks, and for an EAGLE-3 head of another target.
     """
     config, asked = options.speculation, options.quantization_options
     if config is not None and config.method == "mtp":
@@ -116,6 +117,10 @@ def read_draft_model(target: FoundModel, options: EngineOptions) -> FoundModel |
         return target._replace(spec=target.spec.mtp)
     if config is None or config.model is None:
         return None
+    if config.method == "eagle3":
+        source = read_eagle(resolve_model(config.model, files=("*.json",)))
+        found = source.quantization(asked if asked.rounds_draft_model(UNQUANTIZED) else QuantizationOptions())
+        return FoundModel(config.model, fitted(source.spec, target.spec), target.dtype, source.path, found)
     stored = read_model(config.model, target.dtype)
     return read_model(config.model, target.dtype, asked) if asked.rounds_draft_model(stored.quantization) else stored
 

@@ -21,7 +21,7 @@ from quire.core.image_processing import best_size, shrunk, tiled_grid
 from quire.core.model_files import file_inside, is_gguf
 from quire.core.options import parse_bytes
 from quire.core.plan import StepPlan
-from quire.core.speculation import ScratchBlocks
+from quire.core.speculation import METHODS_WITH_MODELS, ScratchBlocks
 from quire.engine.formats import find_pooler, read_source
 from quire.engine.options import EngineOptions
 from quire.engine.sizing import PIXEL_BYTES, ModelLimits, most_image_tokens, size_engine, with_images
@@ -72,7 +72,7 @@ class MemoryPlan:
     kv_bytes_per_token: int      # includes the draft model's, and a token's share of what a block keeps by itself
     num_convolutions: int        # layers that are short convolutions
     tail_bytes: int              # their part of a block, on all ranks of a CPU
-    draft_weight_bytes: int      # bytes of a draft model or an MTP head; not in `weight_bytes`
+    draft_weight_bytes: int      # bytes of a draft model or a head; not in `weight_bytes`
     draft_name: str              # the draft model's, or the head's; empty: none
     cache: CacheConfig
     scheduler: SchedulerConfig
@@ -169,7 +169,7 @@ def plan_memory(
         num_convolutions=len(tails),
         tail_bytes=num_ranks * sum(each.block_bytes(options.block_size)[0] for each in tails),
         draft_weight_bytes=draft_bytes,
-        draft_name="" if draft is None else "MTP head" if draft.spec.is_mtp else "draft model",
+        draft_name=_draft_name(draft),
         slot_bytes=slot_bytes,
         cache=cache,
         scheduler=scheduler,
@@ -315,16 +315,24 @@ def _draft_bytes(
     return weights, token_bytes, scratch.num_blocks * options.block_size * token_bytes
 
 
+def _draft_name(draft: FoundModel | None) -> str:
+    if draft is None:
+        return ""
+    return "MTP head" if draft.spec.is_mtp else "draft model" if draft.spec.eagle is None else "EAGLE-3 head"
+
+
 def not_servable_yet(model: FoundModel, hardware: Hardware, options: EngineOptions, num_devices: int = 1) -> list[str]:
     """Return the reasons for which the engine would refuse to serve what `plan_memory` plans; usually none."""
     reasons = []
     if num_devices > 1 and hardware.device == "cuda" and options.enable_lora:
         reasons.append(f"enable_lora is not supported yet with tensor_parallel_size {num_devices} on device cuda")
     speculation = options.speculation
-    if speculation is not None and speculation.method in ("draft_model", "mtp"):
-        what = "a draft model" if speculation.method == "draft_model" else "an MTP head"
+    if speculation is not None and speculation.method in METHODS_WITH_MODELS:
+        what = METHODS_WITH_MODELS[speculation.method]
         if hardware.device == "cuda":
             reasons.append(f"{what} is not supported yet on device cuda")
+        elif speculation.method == "eagle3" and num_devices > 1:
+            reasons.append(f"{what} is not supported yet with tensor_parallel_size {num_devices}")
     if hardware.device == "cuda" and options.data_parallel_size > 1:
         reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype

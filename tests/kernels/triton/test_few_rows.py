@@ -138,11 +138,11 @@ def test_programs_have_the_hidden_states_of_single_ops(
     folder = write_random_folder(tmp_path, config, HALF)
     plain = replace(cuda_back_end(), fuse=lambda program: program)
     model = load_model(folder, back_end=cuda_back_end())
-    fused = [op for op in model._program.ops if isinstance(op, SummedProducts)]
+    fused = [op for op in model._programs[0].ops if isinstance(op, SummedProducts)]
     assert len(fused) == FUSED[name]
     assert sum(bool(op.behind) for op in fused) == FUSED[name] // 2, "into queries of the second layer"
     exact = load_model(folder, back_end=cuda_back_end(is_exact=True))
-    assert not any(isinstance(op, SummedProducts) for op in exact._program.ops)
+    assert not any(isinstance(op, SummedProducts) for op in exact._programs[0].ops)
     found, expected = (
         PagedRunner(each).run("a", [3 * i % 61 for i in range(60)], [34, 17, 9])
         for each in (model, load_model(folder, back_end=plain))
@@ -154,7 +154,7 @@ def test_more_rows_leave_no_more_activations_than_single_ops(tmp_path: Path, mon
     """An input of the first layer that stays while the second multiplies is memory that the KV cache could have."""
     monkeypatch.setattr("quire.kernels.triton.few_rows.DTYPES", (HALF,))
     config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    program = load_model(write_random_folder(tmp_path, config, HALF), back_end=cuda_back_end())._program
+    program = load_model(write_random_folder(tmp_path, config, HALF), back_end=cuda_back_end())._programs[0]
     op = next(op for op in program.ops if isinstance(op, SummedProducts) and not op.behind)
     rows, kept = torch.zeros(MAX_ROWS + 1, 8), list[set[str]]()
     activations = {name: rows.clone() for name in op.reads}
@@ -176,7 +176,7 @@ def test_write_to_a_cache_of_8_bits_is_an_op_of_its_own(
     monkeypatch.setattr("quire.kernels.triton.few_rows.DTYPES", (HALF,))
     config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     model = load_model(write_random_folder(tmp_path, config, HALF), back_end=cuda_back_end())
-    op, written = next(op for op in model._program.ops if isinstance(op, SummedProducts) and op.behind), list[str]()
+    op, written = next(op for op in model._programs[0].ops if isinstance(op, SummedProducts) and op.behind), list[str]()
     split, rotary = op.behind
     behind = split, replace(rotary, write=lambda query, *others: written.append(rotary.name) or query)
     inputs = SimpleNamespace(adapters=None, keys=[torch.zeros(1, dtype=torch.int8)] * 2, values=[None] * 2)

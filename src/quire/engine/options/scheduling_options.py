@@ -158,12 +158,12 @@ class SpeculationOptions:
     speculative_config: str = _speculation(
         "", "speculative decoding, as JSON: method, model, num_speculative_tokens, ...", metavar="JSON",
         row="speculative decoding: a JSON object (in Python also a dict) with `method` (`ngram`, `suffix`, "
-        f"`draft_model` or `mtp`), `model`, `num_speculative_tokens` (1 to {MAX_DRAFTS}; {DEFAULT_DRAFTS}), "
+        f"`draft_model`, `mtp` or `eagle3`), `model`, `num_speculative_tokens` (1 to {MAX_DRAFTS}; {DEFAULT_DRAFTS}), "
         "`prompt_lookup_min` and `prompt_lookup_max`; the same tokens. Not with static batches, nor with a "
         "`memory_policy` other than `paged`",
     )  # fmt: skip
     spec_method: str | None = _speculation(
-        None, "its method: ngram, suffix, draft_model or mtp", metavar="METHOD",
+        None, "its method: ngram, suffix, draft_model, mtp or eagle3", metavar="METHOD",
         row="key `method` of `speculative_config`",
     )
     spec_model: str | None = _speculation(

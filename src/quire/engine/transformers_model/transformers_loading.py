@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError, ModelError
 from quire.core.model_files import read_json_object
+from quire.core.speculation import METHODS_WITH_MODELS
 from quire.engine.loading import LoadedModel
 from quire.engine.options import EngineOptions
 from quire.engine.options.device_options import CpuIsa
@@ -205,8 +206,8 @@ def check_options(options: EngineOptions) -> None:
         "packed_weights": options.packed_weights is not None,
         "mmproj": options.mmproj is not None,
         "hf_overrides": bool(options.hf_overrides),
-        "speculative_config with a draft model, or with an MTP head,": (
-            options.speculation is not None and options.speculation.method in ("draft_model", "mtp")
+        "speculative_config with a draft model or a head": (
+            options.speculation is not None and options.speculation.method in METHODS_WITH_MODELS
         ),
     }
     for name, is_set in refused.items():

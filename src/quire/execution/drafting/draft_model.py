@@ -1,4 +1,4 @@
-"""Drafts of a model that runs beside the target: a smaller decoder (Leviathan et al. 2023), or the target's MTP head.
+"""Drafts of a model that runs beside the target: a smaller decoder (Leviathan et al. 2023), or an MTP or EAGLE-3 head.
 
 Its keys and values are further layers of the target's cache. It computes the tokens of each step on the same slots, so
 block tables, prefix hits, forks, copies and swaps are right for both. Sampled and draft tokens have no slots yet: their
@@ -9,7 +9,7 @@ One pass computes the tokens of a step and those that it has sampled, which give
 passes. In the table of a row that drafts, a scratch block stands in the place of the row's last block, with a copy of
 it. What the pass has written there is copied back.
 
-An MTP head reads the target's hidden state of the token before each token as well. A block's tail has that of the last
+A head reads the target's hidden state of the token before each token as well. A block's tail has that of the last
 token in it, so the state before a step's first token is there after prefix hits, forks, copies and swaps, too.
 
 Verification compares drafts with what the target samples, so an error in them costs acceptance and changes no output.
@@ -38,9 +38,9 @@ from quire.execution.batch import IntArray, PersistentBatch, StepInputs
 from quire.execution.drafter import DraftRows
 from quire.kernels.sampling import SamplingOps
 from quire.kernels.tensors import Tensor, clear_rows, floats, full, like, take_rows
+from quire.model.draft_head import DraftHead
 from quire.model.kv_cache import KVCache
 from quire.model.language_model import ForwardBatch, LanguageModel
-from quire.model.mtp import MtpHead
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +60,13 @@ class DraftModel:
     """Drafts of a model with `cache`, its part of a cache that has scratch blocks behind the pool's blocks.
 
     `max_positions`: positions that the model can compute. There are no drafts at later ones. If the model raises an
-    error, it is logged, and no row has drafts from then on; an MTP head with ranks fails the step.
+    error, it is logged, and no row has drafts from then on; a head with ranks fails the step.
     """
 
     max_pending = MAX_PENDING  # known tokens that the target has not computed, of a row that drafts
 
     def __init__(
-        self, model: LanguageModel | MtpHead, cache: KVCache, batch: PersistentBatch, scratch: ScratchBlocks,
+        self, model: LanguageModel | DraftHead, cache: KVCache, batch: PersistentBatch, scratch: ScratchBlocks,
         max_positions: int,
     ) -> None:  # fmt: skip
         self._model, self._cache, self._batch, self._max_positions = model, cache, batch, max_positions
@@ -86,7 +86,7 @@ class DraftModel:
         try:
             return self._draft(rows, limits, step)
         except Exception:
-            if isinstance(self._model, MtpHead) and self._model.has_ranks:
+            if isinstance(self._model, DraftHead) and self._model.has_ranks:
                 raise    # the other ranks may be within an exchange
             self._has_failed = True
             log.exception("the draft model failed; rows have no drafts from now on, and are decoded token by token")
@@ -202,7 +202,7 @@ class DraftModel:
 
         Token ids that only the target has are replaced by the draft model's last one.
         """
-        assert not isinstance(self._model, MtpHead)
+        assert not isinstance(self._model, DraftHead)
         ends = batch.query_starts[sequences + 1].astype(np.int64) - 1
         if self._model.vocab_size < self._batch.sampling.vocab_size:
             batch = replace(batch, token_ids=batch.token_ids.clip(max=self._model.vocab_size - 1))
@@ -229,19 +229,26 @@ class DraftModel:
                 clear_rows(tensor, blocks)
 
 
-class MtpDrafter(DraftModel):
-    """Drafts of the target's MTP head. Rows with several pending tokens have none: their hidden states are not there.
+class HeadDrafter(DraftModel):
+    """Drafts of a head. Rows with several pending tokens have none: their hidden states are not there.
 
-    A tail is the hidden state of the last token in its block, and behind it the number of that token in the block.
+    What a head reads of the target is called hidden state here: of EAGLE-3 it is a projection of several of these. A
+    tail is the hidden state of the last token in its block, and behind it the number of that token in the block.
     Where it is of another token, the state counts as zeros: at position 0, and after a prefix hit inside of a block.
     """
 
     max_pending = 1
 
+    def __init__(
+        self, head: DraftHead, cache: KVCache, batch: PersistentBatch, scratch: ScratchBlocks, max_positions: int
+    ) -> None:
+        super().__init__(head, cache, batch, scratch, max_positions)
+        self._head = head
+
     def _hidden_before(self, step: Spans, first_places: IntArray, inputs: StepInputs, batch: ForwardBatch) -> Tensor:
         """Return the target's hidden states of the tokens before those of the first batch; write a step's tails."""
-        hidden, size, tables = inputs.hidden, self._cache.block_size, self._batch.block_tables
-        assert hidden is not None, "a step without hidden states"
+        assert inputs.hidden is not None, "a step without hidden states"
+        hidden, size, tables = self._head.states(inputs.hidden), self._cache.block_size, self._batch.block_tables
         tails, last = self._cache.keys[-1], np.maximum(step.starts - 1, 0)
         known = floats(take_rows(tails, tables[step.rows, last // size].astype(np.int64))).reshape(len(last), -1)
         is_known = (step.starts > 0) & (known[:, -1] == _number(last, size))
@@ -267,9 +274,8 @@ class MtpDrafter(DraftModel):
 
     def _forward(self, batch: ForwardBatch, before: Tensor | None, sequences: IntArray) -> Tensor:
         """Run the head; all tokens have their keys and values written."""
-        assert isinstance(self._model, MtpHead)
-        batch = replace(batch, hidden=before).taken(self._model.back_end.library)
-        return self._model.forward(batch, self._cache, sequences)
+        batch = replace(batch, hidden=before).taken(self._head.back_end.library)
+        return self._head.forward(batch, self._cache, sequences)
 
 
 def _number(positions: IntArray, block_size: int) -> IntArray:

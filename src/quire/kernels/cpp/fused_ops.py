@@ -456,6 +456,11 @@ def _add(op: ops.AddOp, buffers: Buffers) -> list[object]:
     return [_kernels.SumOp(x, y, buffers.write(op.out, op.width), 1.0, 0.0)]
 
 
+def _tap(op: special_ops.TapOp, buffers: Buffers) -> list[object]:
+    x, *rest = (buffers.read(name, op.width) for name in op.reads)
+    return [_kernels.SumOp(x, rest[0] if rest else -1, buffers.write(op.out, op.width), 1.0, 0.0)]
+
+
 def _gather(op: special_ops.GatherOp, buffers: Buffers) -> list[object]:
     assert op.hook.address is not None
     x = buffers.read(op.x, op.hook.num_own)
@@ -500,6 +505,7 @@ TRANSLATIONS: dict[type, Translation] = {
     special_ops.ScaleOp: Translation(lambda op: True, _scale),
     special_ops.ClipOp: Translation(lambda op: True, _clip),
     ops.AddOp: Translation(lambda op: True, _add),
+    special_ops.TapOp: Translation(lambda op: True, _tap),
     special_ops.GatherOp: Translation(lambda op: op.hook.address is not None, _gather),
     special_ops.SummedLinearOp: Translation(
         lambda op: isinstance(op.linear, CppLinear) and op.hook.address is not None, _summed_linear
