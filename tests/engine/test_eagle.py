@@ -150,6 +150,21 @@ def test_answers_with_the_head_s_own_drafts(
     assert answers(target, params, prompts, speculative_config=drafts_of(head), **settings) == expected
 
 
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize(("name", "num_ranks", "mode"), [("llama", 2, "reduce"), ("qwen3.5", 3, "gather")])
+@pytest.mark.usefixtures("as_many_as_possible", "drafts", "forked_processes")
+def test_ranks_have_the_bits_and_drafts_of_one_process(
+    folders_of: Callable[[str], tuple[Path, Path]], name: str, num_ranks: int, mode: str
+) -> None:
+    """As in `test_mtp`: ranks that reduce have bits of their own, hits inside of blocks other drafts."""
+    (prompts, params), (target, head) = asked(), folders_of(name)
+    caching = {"enable_prefix_caching": name == "qwen3.5"}
+    settings = caching | {"tensor_parallel_size": num_ranks, "tensor_parallel_mode": mode}
+    alone = caching | {"speculative_config": drafts_of(head)} if mode == "gather" else settings
+    expected = answers(target, params, prompts, **alone)
+    assert answers(target, params, prompts, speculative_config=drafts_of(head), **settings) == expected
+
+
 @pytest.mark.parametrize("fault", [no_tails, tails_of_rejected_drafts])
 @pytest.mark.usefixtures("drafts")
 def test_other_hidden_states_before_a_step_would_show(
@@ -459,8 +474,6 @@ def test_settings_and_tokens_that_a_head_does_not_have_are_refused(
     tmp_path: Path, folders_of: Callable[[str], tuple[Path, Path]]
 ) -> None:
     target, head = folders_of("llama")
-    with pytest.raises(ConfigError, match="is not supported with tensor_parallel_size 2 yet"):
-        LLM(target, speculative_config=drafts_of(head), tensor_parallel_size=2)
     with pytest.raises(ModelError, match="an EAGLE-3 head drafts for a model; give it with that"):
         LLM(head)
     weights = load_file(head / "model.safetensors")

@@ -136,8 +136,6 @@ def load_eagle_head(options: EngineOptions, config: SpeculationConfig, target: L
     assert config.model is not None, "the method eagle3 has a model"
     _require_support(target, config)
     where = f"speculative_config: EAGLE-3 head {config.model!r}"
-    if options.tensor_parallel_size > 1:
-        raise ConfigError(f"{where} is not supported with tensor_parallel_size {options.tensor_parallel_size} yet")
     try:
         return _load_eagle_head(options, config.model, config.num_speculative_tokens, target)
     except (ConfigError, ModelError) as error:
@@ -147,13 +145,14 @@ def load_eagle_head(options: EngineOptions, config: SpeculationConfig, target: L
 def _load_eagle_head(
     options: EngineOptions, name: str, num_drafts: int, target: LoadedModel
 ) -> LoadedDraftModel:
-    model, max_positions = target.model, target.limits.max_position_embeddings
+    model = target.model.own if isinstance(target.model, RankedModel) else target.model
     assert isinstance(model, Decoder), "a model through transformers"
     if target.pooler is not None:
         raise ConfigError("it is not supported for a model that gives vectors, too")
     source = read_eagle(resolve_model(name, options.model_files), options.load_format)
     spec = fitted(source.spec, model.spec)
     _require_back_end(spec, target, options)
+    max_positions = target.limits.max_position_embeddings
     if any(each.dynamic is not None or each.long is not None for each in spec.rotaries):
         max_positions = min(max_positions, spec.default_positions)   # others turn alike at all positions
     stored = source.open_tensors(draft_quantization(source, options.quantization_options))

@@ -225,8 +225,7 @@ class Decoder:
 
         They are defined until the next call, which may write over them; the caller may change them.
         """
-        if hidden.shape[1] > self.spec.hidden_size:   # of tapped layers
-            hidden = contiguous(hidden[:, : self.spec.hidden_size])
+        hidden = self.untapped(hidden)
         if self._classifier is not None:
             hidden = self._classifier(hidden)
         logits = self.head_sums(hidden)
@@ -235,6 +234,11 @@ class Decoder:
         if self.spec.logit_softcap:
             logits = scaled(tanh(divided(logits, self.spec.logit_softcap)), self.spec.logit_softcap)
         return logits
+
+    def untapped(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [num_rows, hidden_size] without the columns of tapped layers."""
+        width = self.spec.hidden_size
+        return hidden if hidden.shape[1] == width else contiguous(hidden[:, :width])
 
     @property
     def head_bytes(self) -> int:

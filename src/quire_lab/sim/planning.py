@@ -331,8 +331,6 @@ def not_servable_yet(model: FoundModel, hardware: Hardware, options: EngineOptio
         what = METHODS_WITH_MODELS[speculation.method]
         if hardware.device == "cuda":
             reasons.append(f"{what} is not supported yet on device cuda")
-        elif speculation.method == "eagle3" and num_devices > 1:
-            reasons.append(f"{what} is not supported yet with tensor_parallel_size {num_devices}")
     if hardware.device == "cuda" and options.data_parallel_size > 1:
         reasons.append(f"data_parallel_size {options.data_parallel_size} is not supported yet on device cuda")
     own_dtype, kv_dtype = _packing(hardware).kernel_dtype(model.dtype), options.kv_cache_dtype

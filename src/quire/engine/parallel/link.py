@@ -93,6 +93,7 @@ class RankedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size], until the next call."""
+        hidden = self.own.untapped(hidden)
         with self._link.computing(LOGITS, hidden):
             return self.own.logits(hidden)
 
