@@ -110,7 +110,7 @@ def plan(
     model = read_model(engine.model, engine.dtype, engine.quantization_options, engine.mmproj)
     found, refusals = device.plan(model, engine), device.not_servable_yet(model, engine)
     is_packed = model.quantization.method in CHECKPOINT_METHODS  # elements of its files are no parameters
-    num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder)
+    num_stored = 0 if model.folder is None or is_packed else stored_parameters(model.folder, engine.mmproj)
     pooling, prices = _pooling(model, engine), device.prices(model, engine, found)
     rows = _rows(found) | price_row(prices, found) | pooling
     report.print_rows(f"{found.model} on {found.num_devices} x {found.hardware}", rows)

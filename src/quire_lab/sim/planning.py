@@ -372,15 +372,16 @@ def _what_binds(cache: CacheConfig, scheduler: SchedulerConfig, longest: int) ->
     return f"KV cache: {num_fitting} requests of {longest} tokens fit, max_num_seqs is {scheduler.max_num_seqs}"
 
 
-def stored_parameters(folder: Path) -> int:
+def stored_parameters(folder: Path, mmproj: str | None = None) -> int:
     """Return the number of parameters in the safetensors files of a folder, by their headers, or in a GGUF file.
 
-    0 if there is none. Raises ModelError for a file that is none.
+    mmproj: the file of an encoder of images beside a GGUF file. 0 if there is none. Raises ModelError for a file that
+    is none.
     """
     if is_gguf(folder):
         from quire.formats.gguf.gguf_source import num_elements  # noqa: PLC0415 (for such files alone)
 
-        return num_elements(folder)
+        return num_elements(folder) + (0 if mmproj is None else num_elements(Path(mmproj).expanduser()))
     return sum(_parameters_in(file_inside(folder, path.name)) for path in sorted(folder.glob("*.safetensors")))
 
 

@@ -25,8 +25,10 @@ from quire.engine.loading import load
 from quire.engine.options import EngineOptions
 from quire.formats.gguf.gguf_file import GGUFFile, MetadataArray
 from quire.kernels.choice import choose_back_end
+from quire.model.config import num_parameters
 from quire.model.loader import load_model
 from quire.model.source import image_settings_of, read_folder
+from quire_lab.sim.planning import stored_parameters
 from support.gguf_files import Stored, as_is, convert, tokenizer_metadata, write_gguf, write_with_projector
 from support.small_vision import NUM_TOKENS, write_gemma3, write_llava, write_mistral3, write_qwen_vl
 
@@ -136,6 +138,11 @@ def test_settings_of_pixels_are_those_of_the_folder(folder: Path, files: tuple[P
         ours = structs.replace(ours, min_pixels=expected.min_pixels, max_pixels=expected.max_pixels)
     assert_array_equal(np.float32([ours.mean, ours.std]), np.float32([expected.mean, expected.std]))
     assert structs.replace(ours, mean=expected.mean, std=expected.std) == expected
+
+
+def test_parameters_of_both_files_are_counted(files: tuple[Path, Path]) -> None:
+    text, projector = files
+    assert stored_parameters(text, str(projector)) == num_parameters(read_source(text, mmproj=str(projector)).spec)
 
 
 def test_a_vocabulary_without_a_token_for_images_has_the_unknown_one(tmp_path: Path) -> None:

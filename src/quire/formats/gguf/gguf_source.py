@@ -15,7 +15,7 @@ from quire.formats.gguf.gguf_config import (
     with_single_experts,
 )
 from quire.formats.gguf.gguf_file import GGUFFile
-from quire.formats.gguf.gguf_projector import Projector, read_projector
+from quire.formats.gguf.gguf_projector import ROW_END, Projector, read_projector
 from quire.formats.gguf.gguf_weights import TwoFiles, gguf_quantization, open_gguf
 from quire.model.config import resolved_dtype, spec_from_config
 from quire.model.quantization import Quantization, QuantizationOptions
@@ -90,5 +90,5 @@ def gguf_tokenizer_loader(path: Path) -> Callable[[], Tokenizer] | None:
 
 
 def num_elements(path: Path) -> int:
-    """Return the elements of all tensors of a file. ModelError for a file that is none."""
-    return sum(math.prod(entry.shape) for entry in GGUFFile(path).tensors.values())
+    """Return the elements of all tensors of a file that are a model's. ModelError for a file that is none."""
+    return sum(math.prod(entry.shape) for name, entry in GGUFFile(path).tensors.items() if name != ROW_END)
