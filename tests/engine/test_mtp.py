@@ -183,12 +183,13 @@ def test_head_that_fails_beside_ranks_fails_the_step_alone(
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.parametrize("name", ["glm4 moe", "qwen3.5"])
 @pytest.mark.usefixtures("as_many_as_possible", "drafts")
 def test_blocks_of_a_disk_and_sessions_and_sleep_keep_answers_and_drafts(
-    folder_of: Callable[[str], Path], tmp_path: Path
+    folder_of: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
     """Prompts have one token behind whole blocks, so that hits end there."""
-    rng, (model, params) = random.Random(3), (folder_of("glm4 moe"), SamplingParams(max_tokens=20, temperature=0.0))
+    rng, (model, params) = random.Random(3), (folder_of(name), SamplingParams(max_tokens=20, temperature=0.0))
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (17, 25, 33, 41)]
     expected = str(answers(model, [params] * 4, prompts, enable_prefix_caching=False))
     disk = {"kv_disk_dir": str(tmp_path), "kv_disk_size": "64MiB", "block_size": 8}
