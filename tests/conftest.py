@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.core.garbage import collections_paused, older_objects_frozen
-from support import cpu_seconds, no_torch, stdlib_guard
+from support import cpu_seconds, no_torch, pairwise, stdlib_guard
 from support.fuzz_seeds import first_seed
 
 # A slow machine is no failure: random tests assert what happens, never how long it takes. And what passes here passes
@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep tests off shared names; let auto be the device asked for, also in the processes that tests start."""
     stdlib_guard.turn_on()
+    pairwise.is_without_others = "not matrix" in config.option.markexpr
     # Each client, also that of a call of `httpx.get`, would read the certificates of all authorities: 20 ms.
     for library in filter(find_spec, ("httpx", "httpx2")):  # the second is of openai and anthropic
         transport = import_module(f"{library}._transports.default")

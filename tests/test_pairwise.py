@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
+from support import pairwise as module
 from support.pairwise import covering, pairwise
 
 
@@ -21,7 +22,8 @@ def test_rows_are_few_and_the_same_each_time() -> None:
     assert rows == pairwise(axes) != pairwise(axes, seed=1)
 
 
-def test_product_is_covered_and_the_rest_is_for_the_matrix() -> None:
+def test_product_is_covered_and_the_rest_is_for_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_without_others", False)
     axes = {"one": "abcd", ("two", "three"): [(1, "x"), (2, "y"), (3, "z")], "four": [None, 0]}
     mark = covering(axes, indirect=["four"])
     names, cases = mark.args
@@ -32,3 +34,5 @@ def test_product_is_covered_and_the_rest_is_for_the_matrix() -> None:
     assert {(one, two) for one, two, _, _ in kept} == set(product("abcd", (1, 2, 3)))
     assert {(two, three) for _, two, three, _ in kept} == {(1, "x"), (2, "y"), (3, "z")}
     assert cases[0].id == "a-(1, 'x')-None"
+    monkeypatch.setattr(module, "is_without_others", True)
+    assert covering(axes).args[1] == [case for case in cases if not case.marks]
