@@ -95,6 +95,7 @@ def test_requests_and_sessions_leave_no_object_behind(tmp_path: Path) -> None:
     assert after - before < 90      # 180 requests
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_engines_find_after_a_restart_what_any_of_them_has_stored(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {
         "kv_disk_dir": tmp_path, "kv_disk_size": "1GiB", "data_parallel_size": 2, "num_kv_blocks": 64,

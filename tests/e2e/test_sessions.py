@@ -114,6 +114,7 @@ def open_files(llm: LLM, directory: Path) -> list[str]:
     return [path for path in found if path.startswith(str(directory / "sessions"))]
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_engines_of_their_own_processes_restore_where_the_request_runs(
     tmp_path: Path, expected: Any  # noqa: ANN401
 ) -> None:

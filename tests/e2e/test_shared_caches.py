@@ -80,6 +80,7 @@ def test_beams_are_those_without_a_prefix_cache(model: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("forked_processes")
 def test_ranks_engines_and_a_draft_model_have_the_bits_of_one(model: Path, changes: dict[str, Any]) -> None:
     if "speculative_config" in changes:
         changes = {"speculative_config": changes["speculative_config"] | {"model": str(model)}}
@@ -90,6 +91,7 @@ def test_ranks_engines_and_a_draft_model_have_the_bits_of_one(model: Path, chang
 
 
 @needs_kernels
+@pytest.mark.usefixtures("forked_processes")
 def test_sums_over_ranks_are_close_to_one_rank(model: Path) -> None:
     prompts, params = asked()[0][:3], SamplingParams(max_tokens=4, temperature=0.0, logprobs=1)
     found = []

@@ -125,6 +125,7 @@ def test_beams_are_those_without_a_prefix_cache(model: Path) -> None:
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
+@pytest.mark.usefixtures("forked_processes")
 def test_ranks_and_engines_have_the_bits_of_one(model: Path, changes: dict[str, Any]) -> None:
     prompts, params = asked()
     with LLM(model, dtype="bfloat16", max_model_len=160, block_size=8, **changes) as llm:

@@ -156,6 +156,7 @@ def test_latent_attention_has_the_bits_of_a_cold_plain_run_in_all_ways_of_schedu
         assert len({tuple(fork.token_ids) for fork in forks}) == 3
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_ranks_of_latent_attention_have_the_bits_of_one(tmp_path: Path) -> None:
     folder = write_random_folder(tmp_path / "model", LATENT, torch.bfloat16)
     alone = answers(folder, PROMPTS)[0]

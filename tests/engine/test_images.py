@@ -263,6 +263,7 @@ def test_batched_requests_of_a_rounded_model_have_their_bits(folder: Path, alone
 
 
 @pytest.mark.parametrize("mode", ["gather", "reduce"])
+@pytest.mark.usefixtures("forked_processes")
 def test_ranks_have_the_bits_of_requests_alone(mode: str, folder: Path, alone: list[list[Answer]]) -> None:
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_mode": mode}
     small = {"image_cache_memory": NUM_ROWS * 48 * 4}       # one image's: the others are dropped, on all ranks

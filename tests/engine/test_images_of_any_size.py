@@ -335,6 +335,7 @@ def test_batched_requests_have_their_bits(folder: Path, alone: list[list[Answer]
         assert answers(llm, PROMPTS[::-1], PARAMS[::-1]) == alone[::-1]    # all found in the cache
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
     check_ranks(folder, PROMPTS, PARAMS, alone)
 

@@ -138,7 +138,7 @@ def test_every_way_of_serving_other_families_has_the_bits_of_a_plain_run(
     {"dtype": "float16", "enable_prefix_caching": False},
     {"data_parallel_size": 2},
 ], ids=str)  # fmt: skip
-@pytest.mark.usefixtures("as_many_as_possible")
+@pytest.mark.usefixtures("as_many_as_possible", "forked_processes")
 def test_answers_with_the_head_s_own_drafts(folder_of: Callable[[str], Path], settings: dict[str, Any]) -> None:
     prompts, params = asked()
     model = folder_of("qwen3.5")

@@ -275,6 +275,7 @@ def test_batched_requests_of_a_rounded_model_have_their_bits(folder: Path, alone
         assert answers(llm, PROMPTS, PARAMS) == by_themselves
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_ranks_have_the_bits_of_one(folder: Path, alone: list[list[Answer]]) -> None:
     check_ranks(folder, PROMPTS, PARAMS, alone)
 
