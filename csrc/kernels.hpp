@@ -338,25 +338,33 @@ struct ShortConv {
     long table_stride, num_seqs, block_size;
 };
 
-// A gated delta net's sizes and weights: DeltaNetSpec (quire/kernels/delta_net.py). conv_weight [taps, channels], rate and
-// rate_bias [num_value_heads], norm_weight [value_dim]; length: tokens in a slot's ring. max_share: of a token's value in S.
+// A gated delta net's sizes and weights: DeltaNetSpec (quire/kernels/delta_net.py). conv_weight [taps, channels], rate
+// [num_value_heads], rate_bias [num_value_heads] or, with a decay of each row of S, [num_value_heads, key_dim], norm_weight
+// [value_dim]; length: tokens in a slot's ring. max_share: of a token's value in S.
 struct DeltaNetWeights {
-    long num_key_heads, num_value_heads, key_dim, value_dim, taps, length;
+    long num_key_heads, num_value_heads, key_dim, value_dim;
+    bool has_row_decays;
+    long taps, length;
     const float *conv_weight, *rate, *rate_bias, *norm_weight;
     float norm_eps, max_share;
     bool is_tiled;  // value head i reads key head i % num_key_heads, else i / (num_value_heads / num_key_heads)
+    bool is_gate_sigmoid;  // results are times sigmoids of gates, not times silu of them
 };
 
-// x [num_tokens, channels + width] of queries, keys, values and gates, rates [num_tokens, 2 * num_value_heads], out
-// [num_tokens, width], rows `stride` elements apart. states: the layer's part of all slots, StateShape.num_bytes each.
-// context_lens and query_starts as in Attention; behind them the arrays of StateRows, [num_seqs] but for snapshots
-// [num_seqs, 2, 2].
+// x [num_tokens, channels] of queries, keys and values, gates [num_tokens, width], shares [num_tokens, num_value_heads],
+// decays like them or [num_tokens, num_value_heads * key_dim], out [num_tokens, width], rows `stride` elements apart.
+// states: the layer's part of all slots, StateShape.num_bytes each. context_lens and query_starts as in Attention; behind
+// them the arrays of StateRows, [num_seqs] but for snapshots [num_seqs, 2, 2].
 template <typename T>
 struct DeltaNet : DeltaNetWeights {
     const T* x;
     long x_stride;
-    const T* rates;
-    long rates_stride;
+    const T* gates;
+    long gates_stride;
+    const T* shares;
+    long shares_stride;
+    const T* decays;
+    long decays_stride;
     T* out;
     long out_stride;
     void* states;

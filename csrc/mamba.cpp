@@ -83,7 +83,8 @@ private:
         const Floats skip = splat(op_.skip[first_ + head]);
         for (long i = token; i < last; i++) {
             const float* value = value_ + i * rows + column;
-            const Register decay = in_all(decay_[i * count_ + head]), share = in_all(share_[i * count_ + head]);
+            const OneDecay decay{in_all(decay_[i * count_ + head])};
+            const Register share = in_all(share_[i * count_ + head]);
             for (long lane = 0; lane < LANES; lane += REGISTER_LANES)
                 update_state<false>(state + lane, key_dim, decay, share * load_register(value + lane), key_ + i * key_dim, query_ + i * key_dim, nullptr, out_ + lane, nullptr);
             if (const long row = first + i - start_; row >= 0)

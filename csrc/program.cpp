@@ -115,9 +115,10 @@ public:
 
     void operator()(const DeltaNetOp& op) const {
         call(chosen->delta_net,
-             DeltaNet<T>{op.weights, at(op.x), stride(op.x), at(op.rates), stride(op.rates), at(op.out), stride(op.out),
-                         reinterpret_cast<void*>(program_.states_[op.layer]), step_.context_lens, step_.query_starts, step_.read,
-                         step_.committed, step_.write, step_.commit_to, step_.snapshots, step_.num_seqs});
+             DeltaNet<T>{op.weights, at(op.x), stride(op.x), at(op.gates), stride(op.gates), at(op.shares), stride(op.shares),
+                         at(op.decays), stride(op.decays), at(op.out), stride(op.out), reinterpret_cast<void*>(program_.states_[op.layer]),
+                         step_.context_lens, step_.query_starts, step_.read, step_.committed, step_.write, step_.commit_to,
+                         step_.snapshots, step_.num_seqs});
     }
 
     void operator()(const MambaOp& op) const {

@@ -62,7 +62,7 @@ struct ShortConvOp {
     long taps, length;  // as in ShortConv
 };
 struct DeltaNetOp {
-    long x, rates, out, layer;  // `layer`: an index of the states
+    long x, gates, shares, decays, out, layer;  // `layer`: an index of the states
     DeltaNetWeights weights;
 };
 struct MambaOp {

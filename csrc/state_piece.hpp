@@ -50,14 +50,24 @@ inline float single_float(bf16 x) {
 
 inline Register sum_of(const Register (&sums)[STATE_SUMS]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); }
 
+// What a token leaves of the rows of a state: one factor for all of them, or one for each.
+struct OneDecay {
+    Register factor;
+    Register of(long) const { return factor; }
+};
+struct RowDecays {
+    const float* factors;
+    Register of(long row) const { return in_all(factors[row]); }
+};
+
 // S = decay * S + key (x) change of one register of columns, out = query^T S, and held = next_key^T S if there is a next token.
-template <bool HAS_NEXT>
-inline void update_state(float* state, long key_dim, Register decay, Register change, const float* key, const float* query, const float* next_key, float* out, Register* held) {
+template <bool HAS_NEXT, typename Decay>
+inline void update_state(float* state, long key_dim, Decay decay, Register change, const float* key, const float* query, const float* next_key, float* out, Register* held) {
     Register sums[STATE_SUMS] = {}, next[STATE_SUMS] = {};
     for (long row = 0; row < key_dim; row += STATE_SUMS)
         for (long i = 0; i < STATE_SUMS; i++) {
             float* at = state + (row + i) * LANES;
-            const Register changed = multiply_add(in_all(key[row + i]), change, decay * load_register(at));
+            const Register changed = multiply_add(in_all(key[row + i]), change, decay.of(row + i) * load_register(at));
             store_register(at, changed);
             sums[i] = multiply_add(changed, in_all(query[row + i]), sums[i]);
             if constexpr (HAS_NEXT) next[i] = multiply_add(changed, in_all(next_key[row + i]), next[i]);

@@ -16,7 +16,7 @@ from quire.core.plan import MAX_SNAPSHOTS
 from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
 from quire.kernels.choice import choose_back_end
-from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, StateRows, StateShape, ring_length
+from quire.kernels.delta_net import DeltaHeads, DeltaInputs, DeltaNetSpec, StateRows, StateShape, ring_length
 from quire.kernels.mamba import MambaHeads, MambaSpec
 from quire.kernels.reference import delta_net as reference
 from quire.kernels.reference.mamba import mamba as reference_mamba
@@ -26,6 +26,7 @@ from support.on_tensors import on_tensors
 
 ISAS = usable_isas()
 HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32)
+ROWS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=32, value_dim=16, has_row_decays=True)  # Kimi
 MAMBA = MambaHeads(num_key_heads=2, num_value_heads=22, key_dim=32, value_dim=16)  # 11 heads of a group: two pieces
 NUM_SLOTS = 6
 MAX_TRUNCATED = 5
@@ -44,7 +45,7 @@ class Entry(NamedTuple):
 
 
 Spec = DeltaNetSpec | MambaSpec
-Inputs = tuple[Tensor, ...]  # x of a sequence, and the rates of a gated delta net
+Inputs = tuple[Tensor, ...]  # of a sequence: of a gated delta net, or x of a Mamba-2
 
 
 def make_spec(heads: DeltaHeads = HEADS, taps: int = 4) -> DeltaNetSpec:
@@ -55,8 +56,9 @@ def make_spec(heads: DeltaHeads = HEADS, taps: int = 4) -> DeltaNetSpec:
 
     values = heads.num_value_heads
     return DeltaNetSpec(
-        heads, random(taps, heads.channels) * 0.6, random(values).exp() * 0.3, random(values),
-        1 + 0.3 * random(heads.value_dim), 1e-6, ring_length(taps, MAX_TRUNCATED),
+        heads, random(taps, heads.channels) * 0.6, random(values).exp() * 0.3,
+        random(heads.num_decays), 1 + 0.3 * random(heads.value_dim), 1e-6, ring_length(taps, MAX_TRUNCATED),
+        is_gate_sigmoid=heads.has_row_decays,
     )  # fmt: skip
 
 
@@ -74,16 +76,18 @@ def make_mamba(heads: MambaHeads = MAMBA, taps: int = 4, **changes: object) -> M
     return replace(spec, **changes)
 
 
-SPECS = pytest.mark.parametrize("spec", [make_spec(), make_mamba()], ids=["delta net", "mamba"])
+SPECS = pytest.mark.parametrize(
+    "spec", [make_spec(), make_spec(ROWS), make_mamba()], ids=["delta net", "decays of rows", "mamba"]
+)
 
 
 def make_inputs(
     num_tokens: int, heads: DeltaHeads = HEADS, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> Inputs:
     generator = torch.Generator().manual_seed(seed)
-    widths = (heads.channels + heads.width, 2 * heads.num_value_heads)
+    widths = [heads.channels, heads.width, heads.num_value_heads, heads.num_decays]
     if isinstance(heads, MambaHeads):
-        widths = (sum(widths) - heads.num_value_heads,)
+        widths = [heads.width + heads.inputs]
     return tuple(torch.randn(num_tokens, width, generator=generator).to(dtype) for width in widths)
 
 
@@ -106,7 +110,9 @@ class Runner:
         slots = StateRows(*(torch.tensor(each, dtype=torch.int32) for each in (*columns, snapshots)))
         context_lens = torch.tensor([entry.stop for entry in entries], dtype=torch.int32)
         starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        out = self._compute(self._spec, *map(torch.cat, parts), context_lens, self.states, starts, slots)
+        inputs = [*map(torch.cat, parts)]
+        taken = inputs[0] if isinstance(self._spec, MambaSpec) else DeltaInputs(*inputs)
+        out = self._compute(self._spec, taken, context_lens, self.states, starts, slots)
         return list(out.split(counts))
 
     def state(self, slot: int) -> bytes:
@@ -120,12 +126,16 @@ def whole(count: int, write: int = 0, **changes: object) -> Entry:
 
 
 def in_float64(spec: DeltaNetSpec, inputs: Inputs) -> NDArray[np.float64]:
-    """Return the results of a sequence by the formulas (Yang et al. 2025; Qwen3-Next), token by token."""
-    heads, (x, rates) = spec.heads, (each.double().numpy() for each in inputs)
+    """Return the results of a sequence by the formulas, token by token.
+
+    Yang et al. 2025, Qwen3-Next; with decays of rows: Kimi Team 2025, Kimi Linear.
+    """
+    heads, (u, z, shares, decays) = spec.heads, (each.double().numpy() for each in inputs)
     weight, rate, bias, norm = (
         each.double().numpy() for each in (spec.conv_weight, spec.rate, spec.rate_bias, spec.norm_weight)
     )
-    u, z = x[:, : heads.channels], x[:, heads.channels :].reshape(-1, heads.num_value_heads, heads.value_dim)
+    z, bias = z.reshape(-1, heads.num_value_heads, heads.value_dim), bias.reshape(heads.num_value_heads, -1)
+    decays = decays.reshape(-1, *bias.shape)  # of each head, or of each row of its state
     padded = np.concatenate([np.zeros((spec.taps - 1, heads.channels)), u])
     sums = sum(weight[tap] * padded[tap : tap + len(u)] for tap in range(spec.taps))
     keys, group = heads.num_key_heads * heads.key_dim, heads.num_value_heads // heads.num_key_heads
@@ -137,12 +147,11 @@ def in_float64(spec: DeltaNetSpec, inputs: Inputs) -> NDArray[np.float64]:
             key_head = slice(of * heads.key_dim, (of + 1) * heads.key_dim)
             query, key, value = q[t, key_head], k[t, key_head], v[t, h * heads.value_dim : (h + 1) * heads.value_dim]
             query, key = (each / np.sqrt(each @ each + 1e-6) for each in (query, key))
-            b, a = rates[t, h], rates[t, heads.num_value_heads + h]
-            state[h] *= np.exp(-rate[h] * np.log1p(np.exp(a + bias[h])))
-            state[h] += np.outer(key, (value - key @ state[h]) * spec.max_share / (1 + np.exp(-b)))
+            state[h] *= np.exp(-rate[h] * np.log1p(np.exp(decays[t, h] + bias[h])))[:, None]
+            state[h] += np.outer(key, (value - key @ state[h]) * spec.max_share / (1 + np.exp(-shares[t, h])))
             out = query @ state[h] / np.sqrt(heads.key_dim)
             normed = out / np.sqrt((out**2).mean() + spec.norm_eps)
-            found[t, h] = norm * normed * z[t, h] / (1 + np.exp(-z[t, h]))
+            found[t, h] = norm * normed * (1 if spec.is_gate_sigmoid else z[t, h]) / (1 + np.exp(-z[t, h]))
     return found.reshape(len(u), -1)
 
 
@@ -185,7 +194,10 @@ def computed_by(isa: str, spec: Spec) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "taps"), [(HEADS, 4), (DeltaHeads(1, 3, 48, 16), 1), (DeltaHeads(3, 3, 16, 64), 16)], ids=str
+    ("heads", "taps"),
+    [(HEADS, 4), (DeltaHeads(1, 3, 48, 16), 1), (DeltaHeads(3, 3, 16, 64), 16), (ROWS, 4),
+     (DeltaHeads(3, 3, 48, 64, has_row_decays=True), 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("is_tiled", [False, True])
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
@@ -217,10 +229,11 @@ def test_results_of_mamba_are_those_of_the_formulas_in_float64(spec: MambaSpec, 
     assert expected.abs().max() > 3
 
 
+@pytest.mark.parametrize("heads", [HEADS, ROWS], ids=str)
 @pytest.mark.parametrize("isa", ISAS)
-def test_heads_in_tiles_are_kept_like_heads_in_groups(isa: str) -> None:
+def test_heads_in_tiles_are_kept_like_heads_in_groups(isa: str, heads: DeltaHeads) -> None:
     """A slot and its ring behind drafts, with value heads that share a key apart from each other."""
-    spec, inputs = replace(make_spec(), is_tiled=True), make_inputs(40)
+    spec, inputs = replace(make_spec(heads), is_tiled=True), make_inputs(40, heads)
     (expected,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(40)))
     runner = Runner(computed_by(isa, spec), spec, torch.float32)
     runner.step((inputs, whole(20, commit_to=15, snapshots=((12, 3),))))
@@ -295,8 +308,9 @@ def test_a_snapshot_has_nothing_of_what_its_slot_held(spec: Spec, isa: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
-    "spec", [make_spec(DeltaHeads(2, 6, 32, 16), 3), make_mamba(taps=3)], ids=["delta net", "mamba"]
-)
+    "spec", [make_spec(DeltaHeads(2, 6, 32, 16), 3), make_spec(ROWS, 3), make_mamba(taps=3)],
+    ids=["delta net", "decays of rows", "mamba"],
+)  # fmt: skip
 def test_kernels_agree_with_the_reference(spec: Spec, dtype: torch.dtype, isa: str) -> None:
     inputs = [make_inputs(90, spec.heads, dtype, seed) for seed in range(2)]
     ours, plain = (Runner(computed_by(name, spec), spec, dtype) for name in (isa, "reference"))

@@ -299,6 +299,7 @@ class DeltaNetWeights:
         num_value_heads: int,
         key_dim: int,
         value_dim: int,
+        has_row_decays: bool,
         taps: int,
         length: int,
         conv_weight: int,
@@ -308,10 +309,13 @@ class DeltaNetWeights:
         norm_eps: float,
         max_share: float,
         is_tiled: bool,
+        is_gate_sigmoid: bool,
     ) -> None: ...
 
 class DeltaNetOp:
-    def __init__(self, x: int, rates: int, out: int, layer: int, weights: DeltaNetWeights) -> None: ...
+    def __init__(
+        self, x: int, gates: int, shares: int, decays: int, out: int, layer: int, weights: DeltaNetWeights
+    ) -> None: ...
 
 class MambaWeights:
     def __init__(

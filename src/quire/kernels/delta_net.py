@@ -4,7 +4,8 @@ A head of a layer has a state S [key_dim, value_dim]: a token multiplies it with
 the token's key by a part of the token's value. In front of it is a causal convolution of each channel, behind it a
 norm and a gate. What a sequence needs of its past has one size whatever its length, and it lies in slots beside the KV
 cache: S in float32 after `committed` tokens, and the inputs of the tokens since then. A step goes through those again
-before its own tokens, so that tokens which are taken back are never in S.
+before its own tokens, so that tokens which are taken back are never in S. With a decay of each row of S the rule is
+that of Kimi Delta Attention (Kimi Team 2025).
 """
 
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class DeltaHeads(NamedTuple):
     num_value_heads: int
     key_dim: int
     value_dim: int
+    has_row_decays: bool = False  # rows of S decay each by itself, else all of a head alike
 
     @property
     def channels(self) -> int:
@@ -39,9 +41,14 @@ class DeltaHeads(NamedTuple):
         return self.num_value_heads * self.value_dim
 
     @property
+    def num_decays(self) -> int:
+        """Decays of a token, over all heads."""
+        return self.num_value_heads * (self.key_dim if self.has_row_decays else 1)
+
+    @property
     def inputs(self) -> int:
-        """Numbers that a token adds to the state's ring: its channels, and two of each value head."""
-        return self.channels + 2 * self.num_value_heads
+        """Numbers that a token adds to the state's ring: its channels, a share of each value head, and its decays."""
+        return self.channels + self.num_value_heads + self.num_decays
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +86,13 @@ class DeltaNetSpec:
     heads: DeltaHeads
     conv_weight: Tensor   # [taps, channels] float32, that of the token itself last
     rate: Tensor          # [num_value_heads] float32, above 0: the decay is exp(-rate * softplus(a + rate_bias))
-    rate_bias: Tensor     # [num_value_heads] float32
+    rate_bias: Tensor     # [num_decays] float32
     norm_weight: Tensor   # [value_dim] float32
     norm_eps: float
     length: int           # entries of the ring
     is_tiled: bool = False  # value head i reads key head i % num_key_heads, else heads that share one are neighbours
     max_share: float = 1.0  # a token's value replaces sigmoid(b) * max_share of what S holds for its key
+    is_gate_sigmoid: bool = False  # results are times sigmoids of gates, not times silu of them
 
     def __post_init__(self) -> None:
         heads = self.heads
@@ -93,7 +101,7 @@ class DeltaNetSpec:
         assert self.taps <= MAX_TAPS, f"a convolution over {self.taps} tokens"
         shapes = (
             (self.conv_weight, (self.taps, heads.channels)), (self.rate, (heads.num_value_heads,)),
-            (self.rate_bias, (heads.num_value_heads,)), (self.norm_weight, (heads.value_dim,)),
+            (self.rate_bias, (heads.num_decays,)), (self.norm_weight, (heads.value_dim,)),
         )  # fmt: skip
         for weight, shape in shapes:
             assert tuple(weight.shape) == shape, f"{tuple(weight.shape)} for {shape}"
@@ -125,10 +133,18 @@ class StateRows:
         return StateRows(*map(library.tensor, each))
 
 
-# spec, x [num_tokens, channels + width] with queries, keys, values and gates z, rates [num_tokens, 2 * num_value_heads]
-# with b and a, context_lens [num_seqs] int32, states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32,
+class DeltaInputs(NamedTuple):
+    """A token's inputs of a gated delta net."""
+
+    x: Tensor       # [num_tokens, channels] of queries, keys and values
+    gates: Tensor   # [num_tokens, width], z
+    shares: Tensor  # [num_tokens, num_value_heads], b
+    decays: Tensor  # [num_tokens, num_decays], a
+
+
+# spec, inputs, context_lens [num_seqs] int32, states uint8 [num_slots, num_bytes], query_starts [num_seqs + 1] int32,
 # rows: the arguments of `quire.kernels.reference.delta_net`
-DeltaRule = Callable[[DeltaNetSpec, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows], Tensor]
+DeltaRule = Callable[[DeltaNetSpec, DeltaInputs, Tensor, Tensor, Tensor, StateRows], Tensor]
 
 # x, gate, both [num_tokens, width]: x * sigmoid(gate)
 Gate = Callable[[Tensor, Tensor], Tensor]

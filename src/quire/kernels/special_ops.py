@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.kernels.delta_net import DeltaNetSpec, DeltaRule, Gate
+from quire.kernels.delta_net import DeltaInputs, DeltaNetSpec, DeltaRule, Gate
 from quire.kernels.layers import ExpertLayer, GatherHook, Linear, Norm, SumHook
 from quire.kernels.linear_weight import Table
 from quire.kernels.mamba import MambaRule, MambaSpec
@@ -169,7 +169,10 @@ class ShortConvOp:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetOp:
-    """out [num_tokens, width] = a gated delta net of x and rates, both consumed, over the states of sequences."""
+    """out [num_tokens, width] = a gated delta net of its inputs, all consumed, over the states of sequences.
+
+    The columns of gates are behind those of x, and those of decays behind shares in `rates`, unless they have names.
+    """
 
     name: str
     layer: int                  # index of the states
@@ -178,16 +181,25 @@ class DeltaNetOp:
     x: str
     rates: str
     out: str
+    gates: str | None = None
+    decays: str | None = None
 
-    reads = Names("x", "rates")
+    reads = Names("x", "rates", "gates", "decays")
     writes = Names("out")
 
     def run(self, activations: Activations, inputs: LayerInputs) -> None:
         """Compute, in one op of the back end."""
         assert inputs.state_rows is not None, "a step without slots of states"
+        (x, gates), (shares, decays) = (
+            (both[:, :width], both[:, width:] if name is None else activations.pop(name))
+            for both, width, name in (
+                (activations.pop(self.x), self.spec.heads.channels, self.gates),
+                (activations.pop(self.rates), self.spec.heads.num_value_heads, self.decays),
+            )
+        )
         activations[self.out] = self.compute(
-            self.spec, activations.pop(self.x), activations.pop(self.rates), inputs.metadata.context_lens,
-            inputs.states[self.layer], inputs.metadata.query_starts, inputs.state_rows,
+            self.spec, DeltaInputs(x, gates, shares, decays), inputs.metadata.context_lens, inputs.states[self.layer],
+            inputs.metadata.query_starts, inputs.state_rows,
         )  # fmt: skip
 
 

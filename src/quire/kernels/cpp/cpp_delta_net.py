@@ -9,7 +9,7 @@ from quire.core.arrays import UINT8, Array, DType, dtype_name
 from quire.extension import _kernels
 from quire.kernels.conversion import converted
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
-from quire.kernels.delta_net import DeltaNetSpec, StateRows, StateShape
+from quire.kernels.delta_net import DeltaInputs, DeltaNetSpec, StateRows, StateShape
 from quire.kernels.mamba import MambaSpec
 
 _DELTA_NET, _MAMBA, _GATE = pair("delta_net"), pair("mamba"), pair("gate")
@@ -17,23 +17,24 @@ _ROWS = tuple(each.name for each in fields(StateRows))
 
 
 def delta_net(
-    spec: DeltaNetSpec, x: Array, rates: Array, context_lens: NDArray[np.int32], states: Array,
+    spec: DeltaNetSpec, inputs: DeltaInputs, context_lens: NDArray[np.int32], states: Array,
     query_starts: NDArray[np.int32], rows: StateRows,
 ) -> Array:  # fmt: skip
     """Do what the reference does; inputs beside states in the dtype that the kernels compute x in."""
-    dtype, heads, num_tokens = kernel_dtype(x.dtype), spec.heads, len(x)
-    inputs, numbers = (np.ascontiguousarray(converted(each, dtype)) for each in (x, rates))
-    assert inputs.shape == (num_tokens, heads.channels + heads.width), f"{inputs.shape} for {heads}"
-    assert numbers.shape == (num_tokens, 2 * heads.num_value_heads), f"{numbers.shape} for {heads}"
+    dtype, heads, num_tokens = kernel_dtype(inputs.x.dtype), spec.heads, len(inputs.x)
+    taken = [np.ascontiguousarray(converted(each, dtype)) for each in inputs]
+    widths = heads.channels, heads.width, heads.num_value_heads, heads.num_decays
+    shapes = [each.shape for each in taken]
+    assert shapes == [(num_tokens, width) for width in widths], f"{shapes} for {heads}"
     assert (num_tokens, len(context_lens)) == (query_starts[-1], len(query_starts) - 1)
     assert query_starts.dtype == context_lens.dtype == np.int32
     out = np.empty((num_tokens, heads.width), dtype)
     _DELTA_NET[dtype](
-        delta_net_weights(spec), address(inputs), row_stride(inputs), address(numbers), row_stride(numbers),
-        address(out), row_stride(out), address(checked_states(spec, states, dtype)), address(context_lens),
-        address(query_starts), *state_arguments(rows), len(query_starts) - 1,
+        delta_net_weights(spec), *(of(each) for each in (*taken, out) for of in (address, row_stride)),
+        address(checked_states(spec, states, dtype)), address(context_lens), address(query_starts),
+        *state_arguments(rows), len(query_starts) - 1,
     )  # fmt: skip
-    return converted(out, x.dtype)
+    return converted(out, inputs.x.dtype)
 
 
 def mamba(
@@ -71,7 +72,7 @@ def delta_net_weights(spec: DeltaNetSpec) -> _kernels.DeltaNetWeights:
     assert all(each.flags.c_contiguous for each in weights), "weights with gaps"
     conv_weight, rate, rate_bias, norm_weight = map(address, weights)
     sizes = *spec.heads, spec.taps, spec.length
-    numbers = spec.norm_eps, spec.max_share, spec.is_tiled
+    numbers = spec.norm_eps, spec.max_share, spec.is_tiled, spec.is_gate_sigmoid
     return _kernels.DeltaNetWeights(*sizes, conv_weight, rate, rate_bias, norm_weight, *numbers)
 
 
@@ -81,8 +82,8 @@ def mamba_weights(spec: MambaSpec) -> _kernels.MambaWeights:
     assert all(each is None or each.flags.c_contiguous for each in weights), "weights with gaps"
     conv_weight, conv_bias, rate, rate_bias, skip, norm_weight = map(address, weights)
     return _kernels.MambaWeights(
-        *spec.heads, spec.taps, spec.length, conv_weight, conv_bias, rate, rate_bias, skip, norm_weight, spec.norm_eps,
-        spec.gate_factor, spec.rate_factor, spec.is_norm_first,
+        *spec.heads[:4], spec.taps, spec.length, conv_weight, conv_bias, rate, rate_bias, skip, norm_weight,
+        spec.norm_eps, spec.gate_factor, spec.rate_factor, spec.is_norm_first,
     )  # fmt: skip
 
 

@@ -388,10 +388,18 @@ def _short_conv(op: special_ops.ShortConvOp, buffers: Buffers) -> list[object]:
 
 def _delta_net(op: special_ops.DeltaNetOp, buffers: Buffers) -> list[object]:
     heads = op.spec.heads
-    x, rates = buffers.read(op.x, heads.channels + heads.width), buffers.read(op.rates, 2 * heads.num_value_heads)
-    buffers.consume(op.x, op.rates)
+
+    def read_both(name: str, width: int, other: str | None, other_width: int) -> tuple[int, int]:
+        if other is not None:
+            return buffers.read(name, width), buffers.read(other, other_width)
+        both = buffers.read(name, width + other_width)
+        return buffers.columns(both, 0, width), buffers.columns(both, width, other_width)
+
+    x, gates = read_both(op.x, heads.channels, op.gates, heads.width)
+    shares, decays = read_both(op.rates, heads.num_value_heads, op.decays, heads.num_decays)
+    buffers.consume(*op.reads)
     out = buffers.write(op.out, heads.width)
-    return [_kernels.DeltaNetOp(x, rates, out, op.layer, delta_net_weights(op.spec))]
+    return [_kernels.DeltaNetOp(x, gates, shares, decays, out, op.layer, delta_net_weights(op.spec))]
 
 
 def _mamba(op: special_ops.MambaOp, buffers: Buffers) -> list[object]:

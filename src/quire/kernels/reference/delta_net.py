@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from quire.kernels.delta_net import TILE, DeltaNetSpec, StateRows
+from quire.kernels.delta_net import TILE, DeltaInputs, DeltaNetSpec, StateRows
 from quire.kernels.mamba import MambaSpec
 
 L2_EPS = 1e-6
@@ -23,21 +23,23 @@ def gate(x: Tensor, gates: Tensor) -> Tensor:
 
 
 def delta_net(
-    spec: DeltaNetSpec, x: Tensor, rates: Tensor, context_lens: Tensor, states: Tensor, query_starts: Tensor,
+    spec: DeltaNetSpec, inputs: DeltaInputs, context_lens: Tensor, states: Tensor, query_starts: Tensor,
     rows: StateRows,
 ) -> Tensor:  # fmt: skip
     """Return [num_tokens, width]: the results of the heads, normed and gated; keep the new states.
 
-    u = [q | k | v] of x is convolved over its last `taps` tokens, zeros before the sequence, and silu of it is taken;
-    q and k are divided by their lengths, q by sqrt(key_dim), too. With g = exp(-rate * softplus(a + rate_bias)) and
-    beta = sigmoid(b): S = g * S; S = S + k (x) beta * (v - k^T S); o = q^T S. The result is
-    norm_weight * o / rms(o) * silu(z), o and o / rms(o) rounded to x's dtype. All else is float32.
+    u = x = [q | k | v] is convolved over its last `taps` tokens, zeros before the sequence, and silu of it is taken;
+    q and k are divided by their lengths, q by sqrt(key_dim), too. With g = exp(-rate * softplus(a + rate_bias)), a
+    number of each head or of each row of its S, and beta = sigmoid(b): S = g * S; S = S + k (x) beta * (v - k^T S);
+    o = q^T S. The result is norm_weight * o / rms(o) * silu(z), o and o / rms(o) rounded to x's dtype; or
+    norm_weight * o / rms(o) * sigmoid(z), o alone rounded. All else is float32.
     """
-    inputs = torch.cat([x[:, : spec.heads.channels], rates], dim=1)
-    heads_out = computed_over_states(spec, partial(_token, spec), inputs, context_lens, states, query_starts, rows)
+    x: Tensor = inputs.x
+    kept = torch.cat([x, inputs.shares, inputs.decays], dim=1)
+    heads_out = computed_over_states(spec, partial(_token, spec), kept, context_lens, states, query_starts, rows)
     out = x.new_empty(len(x), spec.heads.width)
     for row, own in enumerate(heads_out.to(x.dtype)):
-        out[row] = _gated_norm(spec, own, x[row, spec.heads.channels :]).to(x.dtype)
+        out[row] = _gated_norm(spec, own, inputs.gates[row]).to(x.dtype)
     return out
 
 
@@ -121,9 +123,10 @@ def _token(spec: DeltaNetSpec, state: Tensor, window: list[Tensor]) -> tuple[Ten
     of_heads = torch.arange(heads.num_value_heads)
     of_heads = of_heads % heads.num_key_heads if spec.is_tiled else of_heads // repeats
     query, key = query[of_heads], key[of_heads]
-    b, a = window[-1][heads.channels :].float().chunk(2)
-    decay, beta = torch.exp(-spec.rate * softplus(a + spec.rate_bias)), spec.max_share * b.sigmoid()
-    state = decay[:, None, None] * state
+    b, a = window[-1][heads.channels :].float().tensor_split([heads.num_value_heads])
+    decay = torch.exp(-spec.rate[:, None] * softplus(a + spec.rate_bias).view(heads.num_value_heads, -1))
+    beta = spec.max_share * b.sigmoid()
+    state = decay[:, :, None] * state
     change = (value.view(-1, heads.value_dim) - (key[:, :, None] * state).sum(1)) * beta[:, None]
     state = state + key[:, :, None] * change[:, None, :]
     return ((query * heads.key_dim**-0.5)[:, :, None] * state).sum(1), state
@@ -143,6 +146,8 @@ def _unit(x: Tensor) -> Tensor:
 
 def _gated_norm(spec: DeltaNetSpec, heads_out: Tensor, z: Tensor) -> Tensor:
     x = heads_out.float()
-    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps)).to(heads_out.dtype)
-    gated: Tensor = spec.norm_weight * normed.float() * silu(z.float().view(x.shape))
+    normed, gate = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + spec.norm_eps), z.float().view(x.shape)
+    gated: Tensor = spec.norm_weight * normed * gate.sigmoid()
+    if not spec.is_gate_sigmoid:
+        gated = spec.norm_weight * normed.to(heads_out.dtype).float() * silu(gate)
     return gated.flatten()
