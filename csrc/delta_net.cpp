@@ -96,7 +96,7 @@ private:
         for (long i = 0; i < size; i += LANES) store(share_ + i, splat(op_.max_share) * sigmoid(load(share_ + i)));
     }
 
-    // And what is left of the state.
+    // For each token and value head what is left of the state.
     void find_decays(long first, long count) {
         const long size = rounded_up(count * group_, LANES);
         std::fill(decay_ + count * group_, decay_ + size, 0.0f);
@@ -113,7 +113,7 @@ private:
         for (long i = 0; i < size; i += LANES) store(decay_ + i, exp(load(decay_ + i)));
     }
 
-    // Or what is left of each of its rows, and the token's key times that.
+    // For each token and value head what is left of each row of the state, and the token's key times that.
     void find_row_decays(long first, long count) {
         const long key_dim = op_.key_dim;
         for (long token = 0; token < count; token++)

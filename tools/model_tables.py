@@ -45,6 +45,9 @@ SECTIONS = {"rope_parameters": {"mrope_section": [3, 3, 2]}}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16}
 OWN_CONFIGS: dict[str, dict[str, object]] = {  # what the config of one architecture has in its place
     "LlavaOnevisionForConditionalGeneration": {"vision_config": {}},
+    "KimiLinearForCausalLM": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_token": 2,
+    },
     "OlmoHybridForCausalLM": {"linear_key_head_dim": 16},
     "Qwen2VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS, "vision_config": {"num_heads": 16}},
     "Qwen2_5_VLForConditionalGeneration": {"text_config": TEXT_CONFIG | SECTIONS},

@@ -33,7 +33,16 @@ MAMBA: dict[str, object] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
     "mamba_n_heads": 6, "mamba_d_state": 16,
 }  # fmt: skip
-MAMBAS: dict[str, dict[str, object]] = {
+HYBRIDS: dict[str, dict[str, object]] = {
+    "kimi linear": {
+        "architectures": ["KimiLinearForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 48,
+        "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "model_max_length": 256,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_experts": 4,
+        "num_experts_per_token": 2, "moe_intermediate_size": 32,
+        "linear_attn_config": {
+            "kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 3, "head_dim": 16,
+        },
+    },
     "granite 4 h": MAMBA | {
         "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "mamba", "attention", "mamba"],
         "num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.6, "attention_multiplier": 0.3,
@@ -49,45 +58,45 @@ MAMBAS: dict[str, dict[str, object]] = {
     },
     "bamba": MAMBA | {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "mamba_n_groups": 3},
 }  # fmt: skip
-MAMBA_CASES = [  # swapped and computed again in turn
+HYBRID_CASES = [  # swapped and computed again in turn
     (name, isa, dtype, "recompute" if (number + place) % 2 else "swap")
-    for place, name in enumerate(MAMBAS) for number, (isa, dtype) in enumerate(CASES)
+    for place, name in enumerate(HYBRIDS) for number, (isa, dtype) in enumerate(CASES)
 ]
 
 
 @pytest.fixture(scope="module")
-def mambas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("mambas")
-    return {name: write_random_folder(root / name, config) for name, config in MAMBAS.items()}
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hybrids")
+    return {name: write_random_folder(root / name, config) for name, config in HYBRIDS.items()}
 
 
-@pytest.mark.parametrize(("name", "isa", "dtype", "mode"), MAMBA_CASES)
-def test_mamba_has_the_same_bits_in_every_way_at_once(
-    mambas: dict[str, Path], name: str, isa: str, dtype: str, mode: str
+@pytest.mark.parametrize(("name", "isa", "dtype", "mode"), HYBRID_CASES)
+def test_hybrids_have_the_same_bits_in_every_way_at_once(
+    hybrids: dict[str, Path], name: str, isa: str, dtype: str, mode: str
 ) -> None:
-    stats, poison = check_all_at_once(mambas[name], isa, dtype, mode, num_state_slots=30)
+    stats, poison = check_all_at_once(hybrids[name], isa, dtype, mode, num_state_slots=30)
     assert stats.states["used_slots"] == stats.states["swap_used_slots"] == 0
     assert poison.num_poisoned_slots > 100
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", MAMBAS)
-def test_mamba_cut_anywhere_has_the_bits_of_the_whole(mambas: dict[str, Path], name: str, isa: str) -> None:
-    check_every_cut(mambas[name], isa, "bfloat16")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_cut_anywhere_have_the_bits_of_the_whole(hybrids: dict[str, Path], name: str, isa: str) -> None:
+    check_every_cut(hybrids[name], isa, "bfloat16")
 
 
-def test_beams_of_mamba_are_those_without_a_prefix_cache(mambas: dict[str, Path]) -> None:
-    check_beams(mambas["nemotron-h"])
+def test_beams_of_mamba_are_those_without_a_prefix_cache(hybrids: dict[str, Path]) -> None:
+    check_beams(hybrids["nemotron-h"])
 
 
 @pytest.mark.parametrize("options", [{"data_parallel_size": 2}, {"enable_sleep_mode": True}], ids=str)
 @pytest.mark.usefixtures("forked_processes")
 def test_engines_of_mamba_and_one_that_has_slept_have_the_bits_of_one(
-    mambas: dict[str, Path], options: dict[str, Any]
+    hybrids: dict[str, Path], options: dict[str, Any]
 ) -> None:
     prompts, params = asked()
-    expected = alone(mambas["falcon-h1"], ISAS[0], "bfloat16")
-    with LLM(mambas["falcon-h1"], dtype="bfloat16", max_model_len=160, block_size=8, **options) as llm:
+    expected = alone(hybrids["falcon-h1"], ISAS[0], "bfloat16")
+    with LLM(hybrids["falcon-h1"], dtype="bfloat16", max_model_len=160, block_size=8, **options) as llm:
         for _ in range(2):
             assert [answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)] == expected
             if "enable_sleep_mode" in options:
@@ -97,29 +106,35 @@ def test_engines_of_mamba_and_one_that_has_slept_have_the_bits_of_one(
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8_per_token_head"])
 def test_mamba_beside_keys_and_values_in_8_bits_has_the_bits_of_requests_alone(
-    mambas: dict[str, Path], kv_dtype: str
+    hybrids: dict[str, Path], kv_dtype: str
 ) -> None:
     prompts, params = asked()
     settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": kv_dtype, "max_model_len": 160}
-    with LLM(mambas["falcon-h1"], enable_prefix_caching=False, **settings) as llm:
+    with LLM(hybrids["falcon-h1"], enable_prefix_caching=False, **settings) as llm:
         expected = [
             answers_of(llm.generate([prompt], own, use_tqdm=False)[0])
             for prompt, own in zip(prompts, params, strict=True)
         ]
-    with LLM(mambas["falcon-h1"], block_size=8, max_num_batched_tokens=23, num_kv_blocks=60, **settings) as llm:
+    with LLM(hybrids["falcon-h1"], block_size=8, max_num_batched_tokens=23, num_kv_blocks=60, **settings) as llm:
         for _ in range(2):
             assert [answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)] == expected
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 @pytest.mark.usefixtures("forked_processes")
-@pytest.mark.parametrize(("name", "num_ranks", "mode"), [("granite 4 h", 3, "swap"), ("nemotron-h", 2, "recompute")])
-def test_ranks_of_mamba_have_the_bits_of_one_in_every_way_at_once(
-    mambas: dict[str, Path], name: str, num_ranks: int, mode: str
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "mode"),
+    [("granite 4 h", 3, "swap"), ("nemotron-h", 2, "recompute"), ("kimi linear", 2, "swap")],
+)
+def test_ranks_of_hybrids_have_the_bits_of_one_in_every_way_at_once(
+    hybrids: dict[str, Path], name: str, num_ranks: int, mode: str
 ) -> None:
-    """Each of three ranks has the whole group of a Granite; of a Nemotron-H each of two has a group."""
+    """Each of three ranks has the whole group of a Granite; of a Nemotron-H each of two has a group.
+
+    One of two ranks has two of the three heads of a Kimi Linear, with their rows' decays.
+    """
     stats, poison = check_all_at_once(
-        mambas[name], ISAS[0], "bfloat16", mode, num_state_slots=30, tensor_parallel_size=num_ranks
+        hybrids[name], ISAS[0], "bfloat16", mode, num_state_slots=30, tensor_parallel_size=num_ranks
     )
     assert stats.states["used_slots"] == stats.states["swap_used_slots"] == 0
     assert poison.num_poisoned_slots > 100

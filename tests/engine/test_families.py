@@ -50,6 +50,12 @@ CONFIGS: dict[str, dict[str, object]] = {
         "architectures": ["GPTJForCausalLM"], "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4,
         "n_positions": 256, "rotary_dim": 8,
     },
+    "kimi_linear": SIZES | {
+        "architectures": ["KimiLinearForCausalLM"], "model_max_length": 256, "kv_lora_rank": 32, "v_head_dim": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "num_experts": 6, "num_experts_per_token": 3,
+        "moe_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention"],
+        "linear_attn_config": {"num_heads": 2, "head_dim": 32},
+    },
     "ministral3": SIZES | {
         "architectures": ["Ministral3ForCausalLM"], "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": YARN,
     },

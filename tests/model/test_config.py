@@ -233,6 +233,77 @@ def test_delta_nets_that_are_not_computed_are_refused(key: str, value: object, m
         spec_from_config(QWEN3_5 | {"text_config": {key: value}})
 
 
+KIMI_LINEAR = {
+    "architectures": ["KimiLinearForCausalLM"], "vocab_size": 163_840, "hidden_size": 2304, "intermediate_size": 9216,
+    "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72, "hidden_act": "silu",
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "mla_use_nope": True, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1,
+    "moe_intermediate_size": 1024, "first_k_dense_replace": 1, "moe_layer_freq": 1, "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 2.446, "model_max_length": 1_048_576, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0,
+    "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+KDA = {
+    "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+    "kda_layers": [number for number in range(1, 27) if number % 4], "head_dim": 128, "num_heads": 32,
+    "short_conv_kernel_size": 4,
+}  # fmt: skip
+
+
+def test_kimi_linear_as_published_has_the_sizes_of_its_config() -> None:
+    """The numbers are those of transformers' model, parameters and biases of choice; a token uses 8 of 256 experts."""
+    published = spec_from_config(KIMI_LINEAR | {"linear_attn_config": KDA})
+    assert num_parameters(published) == 49_122_681_728
+    experts = 26 * 256 * 3 * 2304 * 1024
+    assert num_parameters(published) - experts + experts * 8 // 256 == 3_484_459_904
+    assert [index for index, layer in enumerate(published.layers) if layer.attention] == [3, 7, 11, 15, 19, 23, 26]
+    assert not published.rotaries
+    assert published.max_position_embeddings == 1_048_576
+    geometry = KVGeometry.of(published, "bfloat16")
+    assert geometry.bytes_per_token(16) == 7 * 576 * 2
+    inputs = 5 * (3 * 32 * 128 + 32 + 32 * 128) * 2
+    assert geometry.slot_bytes == 20 * (32 * 128 * 128 * 4 + -(-inputs // 64) * 64)
+
+
+def test_layers_of_kimi_linear_are_numbered_from_1_or_named() -> None:
+    types = ["linear_attention"] * 27
+    for number in KDA["full_attn_layers"]:
+        types[number - 1] = "full_attention"
+    named = {"layer_types": types, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+    published = spec_from_config(KIMI_LINEAR | {"linear_attn_config": KDA})
+    assert spec_from_config(KIMI_LINEAR | named) == published
+    assert spec_from_config(KIMI_LINEAR | named | {"linear_attn_config": KDA}) == published
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mla_use_nope": False}, "mla_use_nope = False is not supported yet: its attention turns nothing"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported yet"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func must be one of sigmoid, got 'softmax'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported yet"),
+        ({"num_experts": 0}, "num_experts must be an integer from 1 to 4096, got 0"),
+        ({"num_experts_per_token": 257}, "num_experts_per_token must be an integer from 1 to 256, got 257"),
+        ({"model_max_length": 0}, "model_max_length must be an integer from 1 to 16777216, got 0"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1 is not supported yet"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate = True is not supported yet: what Kimi K3 adds is not"),
+        ({"attn_res_block_size": 12}, "attn_res_block_size = 12 is not supported yet"),
+        ({"linear_attn_config": None}, "kda_layers and full_attn_layers together are not the layers from 1 to 27"),
+        ({"linear_attn_config": KDA | {"kda_layers": [1]}}, "kda_layers and full_attn_layers together are not the"),
+        ({"linear_attn_config": KDA | {"kda_layers": list(range(1, 28))}}, "kda_layers and full_attn_layers together"),
+        ({"linear_attn_config": KDA | {"kda_layers": [28]}}, "kda_layers must be a list of integers from 0 to 27"),
+        ({"linear_attn_config": KDA | {"head_dim": 24}}, "keys of 24 dimensions are not supported: multiples of 16"),
+        ({"linear_attn_config": KDA | {"num_heads": 0}}, "linear_attn_config: num_heads must be an integer from 1"),
+        ({"linear_attn_config": KDA | {"gate_lower_bound": -5.0}}, "gate_lower_bound = -5.0 is not supported yet"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 27 layers"),
+        ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries for 27 layers"),
+    ],
+)
+def test_kimi_linear_that_is_not_computed_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        spec_from_config(KIMI_LINEAR | {"linear_attn_config": KDA} | changes)
+
+
 GRANITE_H = {
     "architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 100_352, "num_hidden_layers": 40,
     "max_position_embeddings": 131_072, "position_embedding_type": "nope", "mamba_d_state": 128, "mamba_d_head": 64,

@@ -170,6 +170,15 @@ LATENT = {key: value for key, value in ROUTED.items() if key != "num_key_value_h
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 LATENT_YARN = rope("yarn", **YARN, mscale=1.0, mscale_all_dim=0.7, beta_fast=32.0, beta_slow=1.0)  # no factor cancels
+KIMI = {
+    key: value for key, value in LATENT.items()
+    if key not in ("rope_parameters", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+} | {
+    "num_hidden_layers": 4, "q_lora_rank": None, "num_experts": 6, "num_shared_experts": 2, "num_experts_per_token": 3,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4], "full_attn_layers": [3], "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
 MISTRAL4_ROPE = rope(
     "yarn", **YARN, mscale=0.8, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, llama_4_scaling_beta=0.3
 )
@@ -571,6 +580,14 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         OLMO_HYBRID | {"layer_types": ["linear_attention", "full_attention"] * 2, "attention_bias": True}
         | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "linear_num_value_heads": 2},
+    ),
+    "kimi linear": ("KimiLinear", KIMI),
+    "kimi linear, projected queries, groups, layer types": (
+        "KimiLinear",
+        {key: value for key, value in KIMI.items() if key != "linear_attn_config"}
+        | {"layer_types": ["full_attention", *["linear_attention"] * 3], "linear_head_dim": 32, "linear_num_heads": 2}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"], "linear_conv_kernel_dim": 3, "q_lora_rank": 32}
+        | {"num_expert_group": 3, "topk_group": 2, "moe_renormalize": False, "routed_scaling_factor": 0.7},
     ),
     "gpt-oss": (
         "GptOss",
@@ -1097,7 +1114,7 @@ SUMMED = [
     "llama, grouped, tied", "llama, biases, own head width", "qwen2", "qwen3", "olmo2, biases, own eps, llama3 rope",
     "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2", "lfm2", "lfm2, every option",
     *MIXTURES, "lfm2 moe", "qwen2 moe, every option", "qwen3 next", "qwen3.5, text",
-    "falcon h1, factors", "nemotron-h", "nemotron-h, experts between projections",
+    "falcon h1, factors", "nemotron-h", "nemotron-h, experts between projections", "kimi linear",
 ]  # fmt: skip
 
 

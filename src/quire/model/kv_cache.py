@@ -87,7 +87,8 @@ class KVGeometry:
         spec.check_kv_dtype(dtype)
         for mixer in (each for layer in spec.layers for each in layer.mixers if spec.is_causal):
             if isinstance(mixer, DeltaNet):
-                heads = DeltaHeads(mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
+                sizes = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
+                heads = DeltaHeads(*sizes, has_row_decays=mixer.low_rank > 0)
                 states.append(StateShape(heads, ring_length(mixer.taps, max_truncated), tail_dtype or dtype))
                 continue
             if isinstance(mixer, Mamba):

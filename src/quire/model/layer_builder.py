@@ -348,6 +348,10 @@ class LayerBuilder:
         """Append out = linear(x); `ranges`: the outputs that a rank computes, module by module."""
         self._append(name, ops.LinearOp(self._stem + name, self._weights.linear(shape, ranges), x, out))
 
+    def dense_linear(self, name: Place, shape: LinearShape, x: str, out: str, ranges: list[Range] | None) -> None:
+        """Append out = linear(x), a layer of floats whatever the checkpoint's format."""
+        self._append(name, ops.LinearOp(self._stem + name, self._weights.dense_linear(shape, ranges), x, out))
+
     def exchange(self, name: str, x: str, cut: Cut) -> None:
         """Append the exchange of x, of which each rank has the columns of its part of `cut`, where ranks gather."""
         if self._ranks is not None and self._ranks.shard.mode == "gather":
@@ -407,30 +411,42 @@ class LayerBuilder:
         A rank has its heads alone, and their states.
         """
         weights, vector, cut, own = self._weights, self._weights.vector, None, net
-        rows = outputs = numbers = taps = None
+        ranges: dict[str, list[Range] | None] = dict.fromkeys(DELTA_OPS)
+        numbers = biases = taps = gates = decays = None
         if self._ranks is not None:
             shard = self._ranks.shard
             cut, own, numbers = shard.mixed_cut(net), shard.local_net(net), [shard.heads(net).query]
-            rows, outputs = (shard.delta_ranges(net, op) for op in DELTA_OPS)
-            channels = shifted(rows, shapes.delta_in.num_rows)[:3]  # the last are gates
-            taps = [(start * net.taps, stop * net.taps) for start, stop in channels]
-        self.linear("delta_in", shapes.delta_in, source, "delta_inputs", rows)
-        rates = weights.dense_linear(shapes.delta_rates, outputs)
-        self._append("delta_rates", ops.LinearOp(f"{self._stem}delta_rates", rates, source, "delta_rates"))
+            ranges = {op: shard.delta_ranges(net, op) for op in DELTA_OPS}
+            channels = shifted(shard.delta_ranges(net, "delta_in"), shapes.delta_in.num_rows)
+            taps = [(start * net.taps, stop * net.taps) for start, stop in channels[:3]]  # behind them are gates
+            biases = ranges["decay_up"] if net.low_rank else numbers
+        self.linear("delta_in", shapes.delta_in, source, "delta_inputs", ranges["delta_in"])
+        self.dense_linear("delta_rates", shapes.delta_rates, source, "delta_rates", ranges["delta_rates"])
+        if net.low_rank:
+            assert shapes.gate_down is not None
+            assert shapes.gate_up is not None
+            assert shapes.decay_down is not None
+            assert shapes.decay_up is not None
+            gates, decays = "delta_gates", "delta_decays"
+            self.linear("gate_down", shapes.gate_down, source, "delta_low", ranges["gate_down"])
+            self.linear("gate_up", shapes.gate_up, "delta_low", gates, ranges["gate_up"])
+            self.dense_linear("decay_down", shapes.decay_down, source, "delta_low", ranges["decay_down"])
+            self.dense_linear("decay_up", shapes.decay_up, "delta_low", decays, ranges["decay_up"])
         rate = vector(shapes.rate, ranges=numbers)
         convs = (each for each in (shapes.conv_weight, shapes.key_conv, shapes.value_conv) if each is not None)
         spec = DeltaNetSpec(
-            DeltaHeads(own.num_key_heads, own.num_value_heads, own.key_dim, own.value_dim),
+            DeltaHeads(own.num_key_heads, own.num_value_heads, own.key_dim, own.value_dim, net.low_rank > 0),
             contiguous(vector(*convs, ranges=taps).reshape(-1, net.taps).T),
             -rate if net.has_plain_rate else exp(rate),
-            vector(shapes.rate_bias, ranges=numbers),
+            vector(shapes.rate_bias, ranges=biases),
             vector(shapes.norm_weight),
             self._spec.norm_eps if net.norm_eps is None else net.norm_eps,
             ring_length(net.taps, self._shared.max_truncated),
             net.is_tiled,
             net.max_share,
+            net.low_rank > 0,
         )
-        compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed")
+        compute, names = weights.back_end.delta_net, ("delta_inputs", "delta_rates", "mixed", gates, decays)
         self._append("delta", special_ops.DeltaNetOp(f"{self._stem}delta", self._state_index, spec, compute, *names))
         if cut is not None:
             self.exchange("delta", "mixed", cut)

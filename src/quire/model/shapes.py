@@ -259,10 +259,17 @@ class ShortConvShapes(NamedTuple):
 
 
 class DeltaNetShapes(NamedTuple):
-    """A gated delta net between its projections: to queries, keys, values and gates; to shares and decays; and back."""
+    """A gated delta net between its projections: to queries, keys, values and gates; to shares and decays; and back.
+
+    With decays of rows gates and decays have two projections each.
+    """
 
     delta_in: LinearShape
     delta_rates: LinearShape
+    gate_down: LinearShape | None
+    gate_up: LinearShape | None
+    decay_down: LinearShape | None
+    decay_up: LinearShape | None
     conv_weight: VectorShape        # for queries alone, where keys and values have tensors of their own
     key_conv: VectorShape | None
     value_conv: VectorShape | None
@@ -278,9 +285,12 @@ class DeltaNetShapes(NamedTuple):
         assert names.delta_rate is not None, "a gated delta net in a map of names without it"
         assert names.delta_rate_bias is not None
         assert names.delta_out is not None
-        rows = (key_rows, key_rows, net.width, net.width)
+        decay_rows = net.num_value_heads * net.key_dim
+        gates, decays, rank = names.delta_gates or ("", ""), names.delta_decays or ("", ""), net.low_rank
+        rows = (key_rows, key_rows, net.width) if rank else (key_rows, key_rows, net.width, net.width)
         groups, parts = net.num_key_heads if len(names.delta_in) == 1 else 1, (3, 1) if len(names.delta_in) == 2 else ()
-        counts, groups_of_rates = (net.num_value_heads,) * 2, 1 if len(names.delta_rates) > 1 else net.num_key_heads
+        counts = (net.num_value_heads,) * (1 if rank else 2)
+        groups_of_rates = 1 if len(names.delta_rates) == len(counts) else net.num_key_heads
         taps = (net.taps,) if names.is_conv_plain else (1, net.taps)
         channels = (sum(rows[:3]),) if len(names.delta_conv) == 1 else rows[:3]
         conv, *others = (
@@ -292,11 +302,15 @@ class DeltaNetShapes(NamedTuple):
             delta_rates=LinearShape(
                 names.delta_rates, counts, hidden, num_groups=groups_of_rates, is_always_dense=True
             ),
+            gate_down=LinearShape(gates[:1], (rank,), hidden) if rank else None,
+            gate_up=LinearShape(gates[1:], (net.width,), rank) if rank else None,
+            decay_down=LinearShape(decays[:1], (rank,), hidden, is_always_dense=True) if rank else None,
+            decay_up=LinearShape(decays[1:], (decay_rows,), rank, is_always_dense=True) if rank else None,
             conv_weight=conv,
             key_conv=others[0] if others else None,
             value_conv=others[1] if others else None,
-            rate=VectorShape(names.delta_rate, (net.num_value_heads,)),
-            rate_bias=VectorShape(names.delta_rate_bias, (net.num_value_heads,)),
+            rate=VectorShape(names.delta_rate, (1, 1, net.num_value_heads, 1) if rank else (net.num_value_heads,)),
+            rate_bias=VectorShape(names.delta_rate_bias, (decay_rows,) if rank else (net.num_value_heads,)),
             norm_weight=VectorShape(f"{names.delta_norm}.weight", (net.value_dim,)),
             delta_out=LinearShape((names.delta_out,), (hidden,), net.width),
         )

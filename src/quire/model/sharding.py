@@ -20,7 +20,9 @@ if TYPE_CHECKING:  # they load NumPy, and options are read without it
 
 ADDED_BYTES = 64 << 10  # partial sums of a rank that one exchange moves; more take two (csrc/gather.cpp)
 HEAD_OPS = "qkv", "query_up", "kv_up"  # linear layers of attention that are divided by heads
-DELTA_OPS = "delta_in", "delta_rates"  # linear layers of gated delta nets
+DELTA_OPS = (  # linear layers of gated delta nets
+    "delta_in", "delta_rates", "gate_down", "gate_up", "decay_down", "decay_up"
+)  # fmt: skip
 MAMBA_OPS = ("mamba_in",)  # linear layers of Mamba-2
 WHOLE_OPS = "layer_gate", "layer_out", "latent_in", "latent_out"  # each rank has them whole, where ranks add
 STRIP_OUTPUTS = 16  # outputs that are packed together; formats of weights are cut at multiples of it
@@ -127,10 +129,13 @@ class Shard:
     def delta_ranges(self, net: DeltaNet, op: str) -> list[Range]:
         """Return this rank's outputs of a linear op of a gated delta net: those of its heads."""
         (start, stop), (first, last) = self.heads(net)
-        if op == "delta_rates":
-            return [(start, stop)] * 2
         keys, values = (first * net.key_dim, last * net.key_dim), (start * net.value_dim, stop * net.value_dim)
-        return [keys, keys, values, values]
+        whole, decays = (0, net.low_rank), (start * net.key_dim, stop * net.key_dim)
+        own = {
+            "delta_in": [keys, keys, values, values], "delta_rates": [(start, stop)] * 2, "gate_down": [whole],
+            "gate_up": [values], "decay_down": [whole], "decay_up": [decays],
+        }  # fmt: skip
+        return own[op][:-1] if net.low_rank and len(own[op]) > 1 else own[op]
 
     def mamba_ranges(self, mamba: Mamba) -> list[Range]:
         """Return this rank's gates, values, keys, queries and time steps of a Mamba-2: those of its heads.

@@ -30,8 +30,9 @@ ACTIVATIONS: dict[str, Activation] = {  # without a gate, by their names in conf
 }
 Place = Literal[  # ops of a layer that a part may follow
     "attention_norm", "qkv", "split_heads", "query_up", "rotary_write", "attention", "attention_out", "conv_in", "conv",
-    "conv_out", "delta_in", "delta_rates", "delta", "delta_out", "mamba_in", "mamba", "mamba_out",
-    "feed_forward_norm", "feed_forward_in", "feed_forward_out", "latent_in", "latent_out", "layer_gate", "layer_out",
+    "conv_out", "delta_in", "delta_rates", "gate_down", "gate_up", "decay_down", "decay_up", "delta", "delta_out",
+    "mamba_in", "mamba", "mamba_out", "feed_forward_norm", "feed_forward_in", "feed_forward_out", "latent_in",
+    "latent_out", "layer_gate", "layer_out",
 ]  # fmt: skip
 PoolingOfTexts = Literal["cls", "mean"]  # the hidden state of the first token, the mean of all
 
@@ -128,6 +129,8 @@ class WeightMap:
     is_conv_plain: bool = False             # as in GGUF: convolutions are [channels, taps], else [channels, 1, taps]
     delta_in: tuple[str, ...] = ()          # to queries, keys and values of delta nets, and to gates; one: by key heads
     delta_rates: tuple[str, ...] = ()       # to each value head's share of a token and decay; one: by key heads
+    delta_gates: tuple[str, str] | None = None   # two projections each to gates, and to decays of rows; delta_rates are
+    delta_decays: tuple[str, str] | None = None  # then shares alone, delta_in without gates
     delta_conv: tuple[str, ...] = ()        # the convolution, [channels, 1, taps] as is_conv_plain says; or three parts
     delta_rate: str | None = None           # tensors, their whole names
     delta_rate_bias: str | None = None
@@ -384,6 +387,7 @@ class DeltaNet:
     has_plain_rate: bool = False  # the tensor of decays is their rate times -1, else its logarithm
     max_share: float = 1.0        # 2: a token may turn around what the state holds for its key (Grazzi et al. 2025)
     norm_eps: float | None = None  # epsilon of the results' norm; None: the model's
+    low_rank: int = 0  # Kimi's, with a decay of each row of the state: width between two projections of those and gates
 
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:

@@ -86,6 +86,11 @@ HYBRID = SIZES | {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-2, "initializer_range": 0.1,
 }  # fmt: skip
 MAMBA = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {"initializer_range": 0.1}
+KIMI = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {
+    "num_hidden_layers": 3, "initializer_range": 0.1, "layer_types": [*["linear_attention"] * 2, "full_attention"],
+    "linear_num_heads": 3, "linear_head_dim": 16, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
 FALCON = SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -124,6 +129,7 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_
             | {"mlp_multipliers": [0.8, 0.6], "ssm_multipliers": [0.9, 1.4, 0.7, 1.2, 0.5], "ssm_out_multiplier": 0.4},
             ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"],
         ),
+        ("KimiLinear", KIMI, ["q_proj", "k_proj", "v_proj", "g_a_proj", "g_b_proj", "kv_a_proj_with_mqa", "o_proj"]),
         ("Lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}, ["in_proj", "out_proj", "k_proj", "w1", "w2"]),
     ],
 )

@@ -35,7 +35,7 @@ def deepseek_v2(config: ConfigReader) -> DecoderSpec:
     has_groups = config.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
     groups = ("n_group", "topk_group") if has_groups else ()
     mixture = replace(_experts(config, groups, is_normalized=False), num_group_keys=1)
-    return _with_experts(config, _latent(config, is_interleaved=True), mixture, num_dense=0)
+    return _with_experts(config, latent_model(config, is_interleaved=True), mixture, num_dense=0)
 
 
 def deepseek_v3(config: ConfigReader) -> DecoderSpec:
@@ -45,7 +45,7 @@ def deepseek_v3(config: ConfigReader) -> DecoderSpec:
     config.choice("scoring_func", {"sigmoid": True}, "sigmoid")
     config.choice("topk_method", {"noaux_tc": True}, "noaux_tc")
     config.reject("moe_layer_freq", 1, why="every layer behind the dense ones has experts")
-    spec = _latent(config, is_interleaved=config.flag("rope_interleave", True))
+    spec = latent_model(config, is_interleaved=config.flag("rope_interleave", True))
     spec = with_biased_experts(config, spec, num_experts=256, num_dense=3, is_normalized=True)
     return with_later_layer(config, spec)
 
@@ -69,7 +69,7 @@ def _dense_part(config: ConfigReader, *, num_dense: int) -> DecoderSpec:
     config.choice("scoring_func", {"sigmoid": True}, "sigmoid")
     config.choice("topk_method", {"noaux_tc": True}, "noaux_tc")
     config.reject("moe_layer_freq", 1, why="every layer behind the dense ones has experts")
-    spec = _latent(config, is_interleaved=config.flag("rope_interleave", True))
+    spec = latent_model(config, is_interleaved=config.flag("rope_interleave", True))
     kinds = config.strings("mlp_layer_types", LAYER_KINDS)
     spec = with_biased_experts(
         config, spec, num_experts=256, num_active=8, num_dense=num_dense, is_normalized=True, kinds=kinds
@@ -88,7 +88,7 @@ def glm4_moe_lite(config: ConfigReader) -> DecoderSpec:
     """Return the spec of a GLM-4.7-Flash (Zhipu AI 2026)."""
     config = config.with_default("rms_norm_eps", 1e-5)
     config.choice("topk_method", {"noaux_tc": True}, "noaux_tc")
-    spec = _latent(config, is_interleaved=config.flag("rope_interleave", True))
+    spec = latent_model(config, is_interleaved=config.flag("rope_interleave", True))
     kinds = config.strings("mlp_layer_types", LAYER_KINDS)
     spec = with_biased_experts(config, spec, num_experts=64, num_active=4, num_dense=1, is_normalized=True, kinds=kinds)
     return with_later_layer(config, spec)
@@ -99,7 +99,7 @@ def mistral4(config: ConfigReader) -> DecoderSpec:
     rope = dict(config.section("rope_parameters") or config.section("rope_scaling"))
     rope.pop("partial_rotary_factor", None)  # it says what qk_rope_head_dim says
     config = config.replaced(rope_parameters=rope, rope_scaling=None)
-    spec = _latent(config, is_interleaved=config.flag("rope_interleave", True))
+    spec = latent_model(config, is_interleaved=config.flag("rope_interleave", True))
     reader = config.nested("rope_parameters", rope)
     if reader.has("llama_4_scaling_beta"):
         beta, length = reader.number("llama_4_scaling_beta"), reader.size("original_max_position_embeddings")
@@ -109,7 +109,7 @@ def mistral4(config: ConfigReader) -> DecoderSpec:
     return _with_experts(config, spec, mixture, num_dense=0)
 
 
-def _latent(config: ConfigReader, *, is_interleaved: bool) -> DecoderSpec:
+def latent_model(config: ConfigReader, *, is_interleaved: bool = False, has_rotary: bool = True) -> DecoderSpec:
     """Return the spec with dense feed-forwards in all layers."""
     config.reject("attention_bias", False, why="its projections have no biases")
     num_heads, num_layers = config.size("num_attention_heads"), config.size("num_hidden_layers", limit=MAX_LAYERS)
@@ -122,9 +122,10 @@ def _latent(config: ConfigReader, *, is_interleaved: bool) -> DecoderSpec:
     latent = LatentAttention(
         num_heads=num_heads, num_kv_heads=1, head_dim=latent_dim + rope_dim, latent_dim=latent_dim, query_rank=rank,
         nope_dim=nope_dim, expanded_dim=value_dim,
-        attention_scale=(nope_dim + rope_dim) ** -0.5 * _sharpness(config) ** 2,
+        attention_scale=(nope_dim + rope_dim) ** -0.5 * (_sharpness(config) ** 2 if has_rotary else 1.0),
+        has_rotary=has_rotary,
     )  # fmt: skip
-    rotary = rotary_from_config(config, rope_dim, max_positions)
+    rotary = rotary_from_config(config, rope_dim, max_positions) if has_rotary else None
     layer = LayerSpec(latent, FeedForward(config.size("intermediate_size"), _activation(config)))
     queries = "self_attn.q_a_proj" if rank else "self_attn.q_proj"
     weights = replace(WEIGHTS, qkv=(queries, "self_attn.kv_a_proj_with_mqa"))
@@ -135,7 +136,7 @@ def _latent(config: ConfigReader, *, is_interleaved: bool) -> DecoderSpec:
         max_position_embeddings=max_positions,
         norm="rms",
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rotary=replace(rotary, is_interleaved=is_interleaved),
+        rotary=None if rotary is None else replace(rotary, is_interleaved=is_interleaved),
         is_head_tied=config.flag("tie_word_embeddings", False),
         weights=without_later_layers(weights, num_layers),
     )

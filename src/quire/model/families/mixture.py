@@ -192,14 +192,22 @@ def with_biased_experts(
         num_groups=config.size("n_group", 1, limit=num_experts),
         num_kept_groups=config.size("topk_group", 1, limit=num_experts),
     )
+    spec = with_later_experts(config, spec, mixture, num_dense, kinds)
+    return replace(spec, weights=without_later_layers(replace(spec.weights, experts=SHARED), spec.num_layers))
+
+
+def with_later_experts(
+    config: ConfigReader, spec: DecoderSpec, mixture: Experts, num_dense: int, kinds: Sequence[str] = ()
+) -> DecoderSpec:
+    """Return a spec with experts in all layers but the first ones, or in those of `kinds` that are `sparse`."""
     first = config.size("first_k_dense_replace", num_dense, least=0)
     if kinds and len(kinds) != spec.num_layers:
         raise config.error(f"mlp_layer_types has {len(kinds)} entries for {spec.num_layers} layers")
     is_sparse = [kind == "sparse" for kind in kinds] or [index >= first for index in range(spec.num_layers)]
     pairs = zip(spec.layers, is_sparse, strict=True)
-    layers = tuple(replace(layer, feed_forward=mixture) if sparse else layer for layer, sparse in pairs)
-    weights = without_later_layers(replace(spec.weights, experts=SHARED), spec.num_layers)
-    return replace(spec, layers=layers, weights=weights)
+    return replace(
+        spec, layers=tuple(replace(layer, feed_forward=mixture) if sparse else layer for layer, sparse in pairs)
+    )
 
 
 def without_later_layers(weights: WeightMap, num_layers: int) -> WeightMap:
