@@ -180,7 +180,7 @@ GGUF_NAMES = {
     "CohereForCausalLM": "command-r", "GptOssForCausalLM": "gpt-oss", "Olmo3ForCausalLM": "olmo2",
     "Ministral3ForCausalLM": "mistral3", "Mistral3ForConditionalGeneration": "mistral3",
     "BambaForCausalLM": "granitehybrid", "GraniteMoeHybridForCausalLM": "granitehybrid",
-    "FalconH1ForCausalLM": "falcon-h1", "NemotronHForCausalLM": "nemotron_h",
+    "FalconH1ForCausalLM": "falcon-h1", "KimiLinearForCausalLM": "kimi-linear", "NemotronHForCausalLM": "nemotron_h",
     "Qwen2VLForConditionalGeneration": "qwen2vl", "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
     "Qwen3VLForConditionalGeneration": "qwen3vl", "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe",
     "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5ForConditionalGeneration": "qwen35",

@@ -335,6 +335,7 @@ ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": "qwen2vl", "Qwen2_5_VLForConditionalGeneration": "qwen2vl",
     "Qwen3VLForConditionalGeneration": "qwen3vl", "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe",
     "Qwen3_5ForConditionalGeneration": "qwen35", "Mistral3ForConditionalGeneration": "mistral3",
+    "KimiLinearForCausalLM": "kimi-linear",
 }  # fmt: skip
 MAMBAS = "GraniteMoeHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"
 PERMUTED = ("llama", "mistral3", "granite", "olmo", "smollm3", "granitehybrid", "nemotron_h", "nemotron_h_moe")
@@ -349,6 +350,8 @@ EXPERT_KEYS = (
     ("expert_weights_scale", "routed_scaling_factor"), ("expert_weights_norm", "norm_topk_prob"),
     ("interleave_moe_layer_step", "moe_layer_interval"), ("expert_gating_func", "gating_func"),
     ("expert_group_count", "n_group"), ("expert_group_used_count", "topk_group"),
+    ("expert_used_count", "num_experts_per_token"), ("expert_shared_count", "num_shared_experts"),
+    ("expert_weights_norm", "moe_renormalize"), ("expert_group_count", "num_expert_group"),
 )  # fmt: skip
 _VECTORS = {
     ".self_attn.sinks": "attn_sinks.weight", ".e_score_correction_bias": "exp_probs_b.bias",
@@ -402,6 +405,11 @@ _MAMBA_NAMES = {
     **{f"{kind}.{name}_proj": f"ffn_{name}{end}" for kind, end in (("plain_mlp", ""), ("shared_mlp", "_shexp"))
        for name in ("gate", "up", "down")},
 }  # fmt: skip
+_KIMI_NAMES = {f"self_attn.{name}_proj": f"ssm_{name}" for name in ("f_a", "f_b", "g_a", "g_b")} | {
+    "self_attn.b_proj": "ssm_beta", "self_attn.o_norm": "ssm_norm",
+    **{f"self_attn.{name}_conv1d": f"ssm_conv1d_{name}" for name in "qkv"},
+    **{f"block_sparse_moe.shared_experts.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
+}  # fmt: skip
 HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 _OWN_NAMES = dict.fromkeys(HYBRIDS, _HYBRID_NAMES) | {
     "lfm2": _LFM2_NAMES, "lfm2moe": _LFM2_NAMES,
@@ -413,6 +421,7 @@ _OWN_NAMES = dict.fromkeys(HYBRIDS, _HYBRID_NAMES) | {
     | {"mlp.gate_up_proj": "ffn_up"},
     "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     "glm4moe": {"post_attention_layernorm": "post_attention_norm"},
+    "kimi-linear": _KIMI_NAMES,
 }  # fmt: skip
 NAMES = {
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
@@ -486,7 +495,7 @@ def _with_split_latents(tensors: Mapping[str, Tensor], config: dict[str, Any]) -
     return found
 
 
-def latent_metadata(config: dict[str, Any], *, is_split: bool) -> dict[str, Any]:
+def latent_metadata(config: dict[str, Any], *, is_split: bool, name: str = "deepseek2") -> dict[str, Any]:
     """Return the metadata of heads of attention over latents, of newer files or of older ones."""
     nope, rope, latent, value = (
         config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim")
@@ -496,9 +505,7 @@ def latent_metadata(config: dict[str, Any], *, is_split: bool) -> dict[str, Any]
         sizes = {f"{key}_mla": size for key, size in sizes.items()}
         sizes |= {"head_count_kv": 1, "key_length": latent + rope, "value_length": latent}
     sizes |= {"kv_lora_rank": latent} | ({"q_lora_rank": rank} if (rank := config.get("q_lora_rank")) else {})
-    return {f"deepseek2.attention.{key}": size for key, size in sizes.items()} | {
-        "deepseek2.rope.dimension_count": rope
-    }
+    return {f"{name}.attention.{key}": size for key, size in sizes.items()} | {f"{name}.rope.dimension_count": rope}
 
 
 def _split_groups(tensor: Tensor, config: dict[str, Any]) -> Tensor:
@@ -518,7 +525,7 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         if architecture in HYBRIDS and architecture != "qwen3next":
             tensor = _tiled("", tensor, config)
         is_column = config["architectures"][0] in MAMBAS and vector in ("ssm_a", "ssm_d")
-        stored = tensor.float().reshape(-1, 1) if is_column else tensor.flatten()
+        stored = tensor.float().reshape(-1, 1) if is_column else tensor if tensor.dim() == 4 else tensor.flatten()
         return f"blk.{name.split('.')[2]}.{vector}", stored
     for prefix in ("model.layers.", "transformer.h.", "gpt_neox.layers.", "backbone.layers."):
         if stem.startswith(prefix):
@@ -544,7 +551,9 @@ def _stored(name: str, tensor: Tensor, config: dict[str, Any], architecture: str
         return renamed, halves.transpose(1, 2).reshape(tensor.shape)
     if architecture in HYBRIDS and architecture != "qwen3next" and ".linear_attn." in name:
         tensor = _tiled(stem, tensor, config)
-    return renamed, tensor.squeeze(1) if part == "weight" and stem.endswith(("conv.conv", "conv1d")) else tensor
+    if part == "weight" and stem.endswith(("conv.conv", "conv1d")):
+        tensor = tensor.unsqueeze(0) if architecture == "kimi-linear" else tensor.squeeze(1)
+    return renamed, tensor
 
 
 def _tiled(stem: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:

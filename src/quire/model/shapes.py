@@ -292,6 +292,7 @@ class DeltaNetShapes(NamedTuple):
         counts = (net.num_value_heads,) * (1 if rank else 2)
         groups_of_rates = 1 if len(names.delta_rates) == len(counts) else net.num_key_heads
         taps = (net.taps,) if names.is_conv_plain else (1, net.taps)
+        rates = (net.num_value_heads, 1) if names.is_conv_plain else (1, 1, net.num_value_heads, 1)
         channels = (sum(rows[:3]),) if len(names.delta_conv) == 1 else rows[:3]
         conv, *others = (
             VectorShape(f"{name}.weight", (count, *taps))
@@ -309,7 +310,7 @@ class DeltaNetShapes(NamedTuple):
             conv_weight=conv,
             key_conv=others[0] if others else None,
             value_conv=others[1] if others else None,
-            rate=VectorShape(names.delta_rate, (1, 1, net.num_value_heads, 1) if rank else (net.num_value_heads,)),
+            rate=VectorShape(names.delta_rate, rates if rank else (net.num_value_heads,)),
             rate_bias=VectorShape(names.delta_rate_bias, (decay_rows,) if rank else (net.num_value_heads,)),
             norm_weight=VectorShape(f"{names.delta_norm}.weight", (net.value_dim,)),
             delta_out=LinearShape((names.delta_out,), (hidden,), net.width),

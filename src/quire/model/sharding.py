@@ -135,7 +135,8 @@ class Shard:
             "delta_in": [keys, keys, values, values], "delta_rates": [(start, stop)] * 2, "gate_down": [whole],
             "gate_up": [values], "decay_down": [whole], "decay_up": [decays],
         }  # fmt: skip
-        return own[op][:-1] if net.low_rank and len(own[op]) > 1 else own[op]
+        is_whole = net.low_rank == 0 or len(own[op]) == 1
+        return own[op] if is_whole else own[op][:-1]  # gates and decays have layers of their own
 
     def mamba_ranges(self, mamba: Mamba) -> list[Range]:
         """Return this rank's gates, values, keys, queries and time steps of a Mamba-2: those of its heads.

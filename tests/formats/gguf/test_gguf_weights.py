@@ -183,6 +183,47 @@ def test_file_with_latents_equals_the_folder_to_the_bit(
         assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
 
 
+KIMI = {key: value for key, value in LATENT.items() if key not in ("rope_scaling", "n_routed_experts")} | {
+    "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 3, "num_experts": 6, "num_experts_per_token": 2,
+    "num_shared_experts": 1, "num_expert_group": 3, "topk_group": 2, "gating_func": 2, "model_max_length": 256,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_head_dim": 32,
+    "linear_num_heads": LATENT["num_attention_heads"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["converted", "quantized"])
+def test_file_of_kimi_linear_equals_the_folder(
+    is_quantized: bool, tmp_path: Path, back_end: BackEnd, paged_runner: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """llama.cpp's converter writes convolutions and rates in four dimensions, and its quantizer drops the first."""
+    folder = write_random_folder(tmp_path / "model", KIMI, torch.float32)
+    changes = latent_metadata(KIMI, is_split=True, name="kimi-linear") | {
+        "kimi-linear.attention.head_count_kv": [0, 1, 0], "kimi-linear.kda.head_dim": 32,
+        "kimi-linear.ssm.conv_kernel": 4,
+    }
+    metadata, tensors = converted(folder, **changes)
+    assert [len(tensors[f"blk.0.{name}"][1]) for name in ("ssm_a", "ssm_conv1d_q.weight")] == [4, 4]
+    if is_quantized:
+        tensors |= {
+            name: (kind, shape[shape[0] == 1 :], content) for name, (kind, shape, content) in tensors.items()
+            if ".ssm_conv1d" in name
+        }
+        a = next(name for name in tensors if name.endswith("ssm_a"))
+        tensors[a] = (tensors[a][0], tensors[a][1][2:], tensors[a][2])
+    floats = write_gguf(tmp_path / "floats.gguf", metadata, tensors)
+    ours, expected = (logits_of(path, back_end, paged_runner).log_softmax(dim=-1) for path in (floats, folder))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+    assert "not used" not in caplog.text
+    blocks = random_blocks({"attn_k_b.weight": "Q5_0", "ffn_down.weight": "Q6_K"}, "Q8_0")
+    source = read_source(convert(folder, tmp_path / "model.gguf", blocks, **changes))
+    quantization = source.quantization(QuantizationOptions())
+    decoder = load_model(source, back_end=back_end, quantization=quantization)
+    assert torch.isfinite(paged_runner(decoder).step({"a": PROMPT})["a"]).all()
+    if back_end.name == "cpp":
+        assert decoder.weight_bytes == weight_bytes(source.spec, "bfloat16", quantization=quantization)
+
+
 HYBRID = LLAMA | {
     "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,

@@ -110,6 +110,26 @@ def deepseek2(metadata: Metadata) -> dict[str, object]:
     }
 
 
+_KIMI_NAMES = {
+    "n_routed_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token", "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts", "norm_topk_prob": "moe_renormalize",
+    "max_position_embeddings": "model_max_length",
+}  # fmt: skip
+
+
+def kimi_linear(metadata: Metadata) -> dict[str, object]:
+    """Return the keys of a Kimi Linear: layers of delta attention have 0 KV heads."""
+    metadata.reject("expert_gating_func", GATING_SIGMOID, why="the weights of its experts are sigmoids")
+    kv_heads, config = _by_layer(metadata, "attention.head_count_kv"), deepseek2(metadata)
+    return {_KIMI_NAMES.get(key, key): value for key, value in config.items()} | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "layer_types": ["full_attention" if count else "linear_attention" for count in kv_heads],
+        "linear_head_dim": metadata.size("kda.head_dim", limit=MAX_HEAD_DIM),
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_conv_kernel_dim": metadata.size("ssm.conv_kernel"),
+    }
+
+
 def minimax_m2(metadata: Metadata) -> dict[str, object]:
     """Return the keys of a MiniMax-M2."""
     metadata.reject("expert_gating_func", 0, GATING_SIGMOID, why="the weights of its experts are sigmoids")

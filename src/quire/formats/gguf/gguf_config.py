@@ -69,6 +69,12 @@ _LATENT_WEIGHTS = replace(
     _EXPERT_WEIGHTS, qkv=("attn_q_a", "attn_kv_a_mqa"), query_norm="attn_q_a_norm", key_norm="attn_kv_a_norm",
     query_up="attn_q_b", kv_up=("attn_k_b", "attn_v_b"),
 )  # fmt: skip
+_KIMI_WEIGHTS = replace(
+    _LATENT_WEIGHTS, delta_in=("attn_q", "attn_k", "attn_v"), delta_rates=("ssm_beta",),
+    delta_gates=("ssm_g_a", "ssm_g_b"), delta_decays=("ssm_f_a", "ssm_f_b"), delta_rate="ssm_a",
+    delta_conv=("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"), delta_rate_bias="ssm_dt.bias", delta_norm="ssm_norm",
+    delta_out="attn_output", is_conv_plain=True,
+)  # fmt: skip
 _LFM2_WEIGHTS = replace(
     _EXPERT_WEIGHTS, final_norm="token_embd_norm", conv_in="shortconv.in_proj", conv="shortconv.conv",
     conv_out="shortconv.out_proj", is_conv_plain=True,
@@ -180,6 +186,7 @@ ARCHITECTURES = {
     "deepseek2": Architecture(
         families.deepseek2, _LATENT_WEIGHTS, reads=(*_GROUPED_EXPERTS, "rope.scaling.yarn_log_multiplier")
     ),
+    "kimi-linear": Architecture(families.kimi_linear, _KIMI_WEIGHTS, reads=_GROUPED_EXPERTS),
     "dots1": Architecture(families.dots1, _EXPERT_WEIGHTS, reads=_GROUPED_EXPERTS),
     "minimax-m2": Architecture(families.minimax_m2, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
     "ernie4_5-moe": Architecture(families.ernie4_5_moe, _EXPERT_WEIGHTS, reads=_BIASED_EXPERTS),
@@ -206,7 +213,7 @@ def with_single_experts(file: GGUFFile) -> dict[str, TensorEntry]:
         ending = next((ending for ending in STACKED if name.endswith(ending)), None)
         if ending is None:
             is_vector = name.endswith(SHARED_GATE) and len(entry.shape) == 1
-            found[name] = entry._replace(shape=(1, *entry.shape)) if is_vector else entry
+            found[name] = entry._replace(shape=(1, *entry.shape) if is_vector else _stored_shape(name, entry.shape))
             continue
         stem, count, size = name.removesuffix(ending), entry.shape[0], entry.num_bytes // entry.shape[0]
         if len(entry.shape) != STACKED[ending] or len(found) + count > MAX_ENTRIES:
@@ -217,6 +224,14 @@ def with_single_experts(file: GGUFFile) -> dict[str, TensorEntry]:
             place, part = entry.offset + number * size, ending.rpartition(".")[2]
             found[f"{stem}.{number}.{part}"] = TensorEntry(entry.type, entry.shape[1:], place, size)
     return found
+
+
+def _stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tensor's shape; those of recurrent layers lose dimensions of 1, of which quantizers drop some."""
+    sizes = list(shape)
+    while ".ssm_" in name and len(sizes) > 2 and 1 in sizes[:-1]:
+        sizes.remove(1)
+    return tuple(sizes)
 
 
 TOKENS = "tokenizer.ggml.tokens"
@@ -257,8 +272,9 @@ def with_gguf_weights(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     if spec.weights.feed_forward_norm is None:  # parallel sublayers share a norm
         names = replace(names, attention_norm="attn_norm", feed_forward_norm=None)
     if names.kv_up:
-        has_rank = "blk.0.attn_q_a.weight" in file.tensors
-        kv_up = ("attn_kv_b",) if "blk.0.attn_kv_b.weight" in file.tensors else names.kv_up
+        first = next(f"blk.{index}." for index, layer in enumerate(spec.layers) if layer.attention is not None)
+        has_rank = f"{first}attn_q_a.weight" in file.tensors
+        kv_up = ("attn_kv_b",) if f"{first}attn_kv_b.weight" in file.tensors else names.kv_up
         names = replace(names, qkv=names.qkv if has_rank else ("attn_q", names.qkv[1]), kv_up=kv_up)
     num_blocks = Metadata(file, _architecture_name(file)).size("block_count", limit=MAX_LAYERS)
     later = tuple(f"blk.{layer}." for layer in range(spec.num_layers, num_blocks))  # they predict later tokens
