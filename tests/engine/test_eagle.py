@@ -422,6 +422,19 @@ def test_plan_with_a_head_is_what_the_engine_reports(
     assert plan.cache.num_blocks == pytest.approx(both.ready.limits.num_blocks, rel=0.03)
 
 
+def test_copy_of_the_model_s_embeddings_takes_no_memory(
+    tmp_path: Path, folders_of: Callable[[str], tuple[Path, Path]]
+) -> None:
+    target, head = folders_of("llama")
+    table, found = load_file(target / "model.safetensors")["model.embed_tokens.weight"], list[int]()
+    for own in ({}, {"embed_tokens.weight": table}, {"embed_tokens.weight": table + 1}):
+        folder = write_folder(tmp_path / str(len(found)), PLAIN, {})
+        save_file(load_file(head / "model.safetensors") | own, folder / "model.safetensors")
+        options = EngineOptions(str(target), num_kv_blocks=20, spec_method="eagle3", spec_model=str(folder))
+        found.append(assemble(options, loads_tokenizer=False).ready.weights_bytes)
+    assert found == [found[0], found[0], found[0] + table.nbytes]
+
+
 def test_layers_of_configs() -> None:
     """vLLM's ids are of layers that read a stream, those for SGLang, in eagle_config, of layers that give it."""
     def taps(**config: object) -> tuple[int, ...]:

@@ -36,8 +36,11 @@ class EagleHead(DraftHead):
     ) -> None:
         assert spec.eagle is not None
         self._eagle, shapes = spec.eagle, EagleShapes.of(spec)
-        table = None if shapes.embedding is None else weights.token_table(shapes.embedding)
-        self._tokens: Table = target.embedding.tokens if table is None else table.taken
+        self._tokens: Table = target.embedding.tokens
+        table = None
+        if shapes.embedding is not None and not weights.has_values_of(self._tokens, shapes.embedding):
+            table = weights.token_table(shapes.embedding)
+            self._tokens = table.taken
         norms = (shapes.joined_norm, *shapes.tap_norms)
         self._tap_norms = [make_norm(spec, weights, shape) for shape in norms if shape is not None]
         self._project = weights.linear(shapes.projection)

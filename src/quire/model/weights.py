@@ -27,6 +27,7 @@ from quire.model.weight_format import DenseFormat, ModuleRows, RoundedFormat, We
 log = logging.getLogger(__name__)
 
 MAX_NAMES_IN_WARNING = 5
+ROWS_AT_ONCE = 1024  # of tables that are compared
 SMALLEST_KV_SCALE = 1e-20
 
 
@@ -138,6 +139,14 @@ class WeightReader:
         self.tally.table_bytes = stored.num_bytes
         self._keep(stored)
         return TokenTable(stored, self._library.table(stored))
+
+    def has_values_of(self, table: Table, shape: TableShape) -> bool:
+        """Return whether a table of the checkpoint has the values of another one of floats; nothing is kept."""
+        name, whole = f"{self._prefix}{shape.module}.weight", (shape.num_rows, shape.width)
+        if not isinstance(table, np.ndarray) or table.shape != whole or name not in self._tensors.names:
+            return False
+        portions = ((first, min(first + ROWS_AT_ONCE, len(table))) for first in range(0, len(table), ROWS_AT_ONCE))
+        return all(np.array_equal(self._tensors.floats(name, whole, rows), table[slice(*rows)]) for rows in portions)
 
     def _shared_head(self, shape: TableShape, head: LinearShape) -> Linear | None:
         """Return the layer of a tied head, with the table of embeddings as its weight; None: each has its own."""
