@@ -91,6 +91,13 @@ CONFIGS: dict[str, dict[str, object]] = {
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     },
 }  # fmt: skip
+NEMOTRON: dict[str, object] = COMMON | {
+    "architectures": ["NemotronHForCausalLM"], "layers_block_type": ["linear_attention", "moe", "full_attention"],
+    "num_hidden_layers": 3, "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2,
+    "ssm_state_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 24, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+CONFIGS["nemotron 3 super"] = NEMOTRON
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 
@@ -126,7 +133,7 @@ def test_every_way_of_serving_a_hybrid_has_the_bits_of_a_plain_run(
 def test_every_way_of_serving_other_families_has_the_bits_of_a_plain_run(
     folder_of: Callable[[str], Path], name: str
 ) -> None:
-    settings = {"num_state_slots": 30} if "qwen" in name else {}
+    settings = {"num_state_slots": 30} if name.startswith(("qwen", "nemotron")) else {}
     isa = "auto" if "plain" in name else ISAS[0]  # PyTorch computes heads of 12 dimensions
     check_all_at_once(folder_of(name), isa, "bfloat16", "recompute", "mtp", **settings)
 
@@ -288,7 +295,6 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, object], str, dict[str, str]]] = {
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str, kernels: str) -> None:
     """Compare the logits of 40 tokens; both read zeros for the hidden state before the first one."""
-    back_end = choose_back_end("cpu", kernels)
     transformers = pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
     family, options, stem, names = TRANSFORMERS[name]
@@ -322,8 +328,54 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str, kernels: st
             base.embed_tokens(tokens), before, base.rotary_emb(before, positions), mask, positions, None
         )
         expected = main.lm_head(normed)[0].log_softmax(dim=-1)
-    decoder = load_model(tmp_path, dtype="float32", back_end=back_end)
-    checkpoint = read_folder(tmp_path).open_tensors(UNQUANTIZED).checkpoint
+    assert_logits(tmp_path, kernels, tokens, before, expected)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "cpp"] if usable_isas() else ["torch"])
+def test_logits_of_nemotron_are_those_of_transformers_layers(tmp_path: Path, kernels: str) -> None:
+    """transformers has none of its MTP head, which is two layers behind a projection, and a norm (as in vLLM)."""
+    transformers = pytest.importorskip("transformers")
+    config = {key: value for key, value in NEMOTRON.items() if key != "architectures"}
+    torch.manual_seed(1)
+    main, head = (
+        transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**config | {"layers_block_type": kinds})).eval()
+        for kinds in (NEMOTRON["layers_block_type"], ["full_attention", "moe"])
+    )
+    width = main.config.hidden_size
+    project = torch.nn.Linear(2 * width, width, bias=False)
+    norms = [type(head.model.norm_f)(width, head.config.layer_norm_epsilon) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in [each for module in (main, head, project, *norms) for each in module.parameters()]:
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
+    main.save_pretrained(tmp_path)
+    head.save_pretrained(tmp_path / "head")
+    weights, found = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "head/model.safetensors")
+    for key, value in found.items():
+        stem = key.partition(".layers.")[2]
+        weights |= {f"mtp.layers.{stem}": value} if stem else {}
+    weights |= {
+        "mtp.layers.0.eh_proj.weight": project.weight.detach(), "mtp.layers.0.enorm.weight": norms[0].weight.detach(),
+        "mtp.layers.0.hnorm.weight": norms[1].weight.detach(),
+        "mtp.layers.1.final_layernorm.weight": head.model.norm_f.weight.detach().clone(),
+    }  # fmt: skip
+    save_file(weights, tmp_path / "model.safetensors")
+    tokens = torch.randint(VOCAB_SIZE, (1, 40))
+    with torch.no_grad():
+        hidden = main.model(tokens).last_hidden_state
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        embedded = main.get_input_embeddings()(tokens)
+        both = torch.cat([norms[0](embedded), norms[1](before)], dim=-1)
+        normed = head.model(inputs_embeds=project(both)).last_hidden_state
+        expected = main.lm_head(normed)[0].log_softmax(dim=-1)
+    assert_logits(tmp_path, kernels, tokens, before, expected)
+
+
+def assert_logits(folder: Path, kernels: str, tokens: Tensor, before: Tensor, expected: Tensor) -> None:
+    """Compare a head's logits [num_tokens, vocab_size] of tokens and the hidden states before each."""
+    back_end, positions = choose_back_end("cpu", kernels), torch.arange(40)[None]
+    decoder = load_model(folder, dtype="float32", back_end=back_end)
+    checkpoint = read_folder(folder).open_tensors(UNQUANTIZED).checkpoint
     assert decoder.spec.mtp is not None
     own = MtpHead(decoder, WeightReader(checkpoint, decoder.spec.mtp.weights, back_end, "float32", "cpu"), "auto")
     whole = ForwardBatch(

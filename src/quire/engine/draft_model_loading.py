@@ -110,9 +110,9 @@ def load_mtp_head(
     )
     if not isinstance(model, Decoder) or model.spec.mtp is None:
         raise ConfigError(
-            f"speculative_config: {folder} has no MTP head that is read: those of Qwen3-Next, Qwen3.5, GLM-4.5 to 4.7 "
-            "and DeepSeek V3 are, where num_nextn_predict_layers or mtp_num_hidden_layers of config.json is at least "
-            "1, or the block behind the last layer of a GGUF file has nextn tensors"
+            f"speculative_config: {folder} has no MTP head that is read: those of Qwen3-Next, Qwen3.5, GLM-4.5 to 4.7, "
+            "DeepSeek V3 and Nemotron 3 Super are, where num_nextn_predict_layers or mtp_num_hidden_layers of "
+            "config.json is at least 1, or the block behind the last layer of a GGUF file has nextn tensors"
         )
     source = read_source(folder, options.load_format)
     stored, dtype = source.open_tensors(target.quantization), dtype_name(model.dtype)

@@ -32,6 +32,7 @@ from quire.model.spec import (
     Mamba,
     StackedTensor,
     WeightMap,
+    with_mtp,
 )
 
 MAX_HEADS = 2**16
@@ -164,6 +165,20 @@ def falcon_h1(config: ConfigReader) -> DecoderSpec:
 
 
 _UP_OF_EXPERT, _DOWN_OF_EXPERT = (f"mixer.experts.{{expert}}.{name}_proj" for name in ("up", "down"))
+NEMOTRON_EXPERTS = ExpertNames(
+    router="mixer.gate",
+    router_bias="mixer.gate.e_score_correction_bias",
+    expert_in=(_UP_OF_EXPERT,),
+    expert_out=_DOWN_OF_EXPERT,
+    shared_in=("mixer.shared_experts.up_proj",),
+    shared_out="mixer.shared_experts.down_proj",
+    latent_in="mixer.fc1_latent_proj",
+    latent_out="mixer.fc2_latent_proj",
+    stacked=(
+        StackedTensor("mixer.experts.up_proj", (f"{_UP_OF_EXPERT}.weight",)),
+        StackedTensor("mixer.experts.down_proj", (f"{_DOWN_OF_EXPERT}.weight",)),
+    ),
+)
 NEMOTRON_WEIGHTS = WeightMap(
     prefixes=("backbone.", "model.", ""),
     layer="layers.{layer}.",
@@ -182,24 +197,13 @@ NEMOTRON_WEIGHTS = WeightMap(
     feed_forward_in=("mixer.up_proj",),
     feed_forward_out="mixer.down_proj",
     final_norm="norm_f",
-    experts=ExpertNames(
-        router="mixer.gate",
-        router_bias="mixer.gate.e_score_correction_bias",
-        expert_in=(_UP_OF_EXPERT,),
-        expert_out=_DOWN_OF_EXPERT,
-        shared_in=("mixer.shared_experts.up_proj",),
-        shared_out="mixer.shared_experts.down_proj",
-        latent_in="mixer.fc1_latent_proj",
-        latent_out="mixer.fc2_latent_proj",
-        stacked=(
-            StackedTensor("mixer.experts.up_proj", (f"{_UP_OF_EXPERT}.weight",)),
-            StackedTensor("mixer.experts.down_proj", (f"{_DOWN_OF_EXPERT}.weight",)),
-        ),
-    ),
+    experts=NEMOTRON_EXPERTS,
     skipped=("mtp.",),
 )
 NEMOTRON_LAYERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # pattern: list
 NEMOTRON_OLDER = {"mamba": "linear_attention", "attention": "full_attention"}
+NEMOTRON_KINDS = (*NEMOTRON_LAYERS.values(), *NEMOTRON_OLDER)
+HEAD_KINDS = ["full_attention", "moe"]
 NEMOTRON_ACTIVATIONS: dict[str, Activation] = {"relu2": "relu2"}
 
 
@@ -225,7 +229,7 @@ def nemotron_h(config: ConfigReader) -> DecoderSpec:
         "moe": LayerSpec(None, _nemotron_experts(config, activation) if "moe" in kinds else None),
     }
     eps = config.number("layer_norm_epsilon", 1e-5)
-    return DecoderSpec(
+    spec = DecoderSpec(
         vocab_size=config.size("vocab_size", 131_072),
         hidden_size=hidden_size,
         layers=tuple(layers[kind] for kind in kinds),
@@ -234,6 +238,46 @@ def nemotron_h(config: ConfigReader) -> DecoderSpec:
         norm_eps=eps,
         is_head_tied=config.flag("tie_word_embeddings", False),
         weights=NEMOTRON_WEIGHTS,
+    )
+    return _with_nemotron_head(config, spec)
+
+
+def _with_nemotron_head(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """Return the spec with its MTP head, if it has one of attention and experts: two layers of one sublayer each."""
+    if not config.size("num_nextn_predict_layers", 0, least=0, limit=MAX_LAYERS):
+        return spec
+    kinds = [NEMOTRON_OLDER.get(kind, kind) for kind in config.strings("mtp_layers_block_type", NEMOTRON_KINDS)]
+    pattern = config.raw("mtp_hybrid_override_pattern") if config.has("mtp_hybrid_override_pattern") else "*E"
+    experts = next((layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, Experts)), None)
+    attention = next((layer.mixer for layer in spec.layers if layer.attention is not None), None)
+    if (kinds or HEAD_KINDS) != HEAD_KINDS or pattern != "*E" or experts is None:
+        return spec
+    whole = replace(spec, layers=(LayerSpec(attention, experts),))
+    head = with_mtp(
+        whole, prefixes=("mtp.",), layer="layers.", mtp_norms=("layers.0.enorm", "layers.0.hnorm"),
+        mtp_projection="layers.0.eh_proj", attention_norm="0.norm",
+        qkv=tuple(f"0.{name}" for name in NEMOTRON_WEIGHTS.qkv), attention_out="0.mixer.o_proj",
+        feed_forward_norm="1.norm", experts=_below("1.", NEMOTRON_EXPERTS), final_norm="layers.1.final_layernorm",
+    ).mtp  # fmt: skip
+    return replace(spec, mtp=head)
+
+
+def _below(prefix: str, names: ExpertNames) -> ExpertNames:
+    """Return the names of a mixture's modules behind a prefix."""
+    return replace(
+        names,
+        router=prefix + names.router,
+        router_bias=prefix + names.router_bias,
+        expert_in=tuple(prefix + each for each in names.expert_in),
+        expert_out=prefix + names.expert_out,
+        shared_in=tuple(prefix + each for each in names.shared_in),
+        shared_out=prefix + names.shared_out,
+        latent_in=prefix + names.latent_in,
+        latent_out=prefix + names.latent_out,
+        stacked=tuple(
+            replace(each, name=prefix + each.name, tensors=tuple(prefix + name for name in each.tensors))
+            for each in names.stacked
+        ),
     )
 
 
@@ -246,8 +290,7 @@ def _nemotron_layers(config: ConfigReader) -> list[str]:
             raise config.error(f"{key} must be a text of {' or '.join(NEMOTRON_LAYERS)}, got {pattern!r:.80}")
         kinds = [NEMOTRON_LAYERS[character] for character in pattern]
     else:
-        known = (*NEMOTRON_LAYERS.values(), *NEMOTRON_OLDER)
-        kinds = [NEMOTRON_OLDER.get(kind, kind) for kind in config.strings(key, known)]
+        kinds = [NEMOTRON_OLDER.get(kind, kind) for kind in config.strings(key, NEMOTRON_KINDS)]
     if not 0 < len(kinds) <= MAX_LAYERS:
         raise config.error(f"{key} must name 1 to {MAX_LAYERS} layers, not {len(kinds)}")
     if config.has("num_hidden_layers") and len(kinds) != config.size("num_hidden_layers", limit=MAX_LAYERS):
