@@ -1,6 +1,7 @@
 """Prefill apart from decoding, whole: servers of each role, answers to the bit, errors, and ends in each phase."""
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -152,6 +153,29 @@ def test_router_hands_a_request_from_one_to_the_other(pair: Pair) -> None:
         refused = router.post("/v1/completions", body | {"temperature": -1})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
         assert 'way="apart"} 2' in router.get("/metrics").text
+
+
+def test_requests_of_the_sidecar_of_llm_d(pair: Pair) -> None:
+    """As its connector `nixlv2` sends them; Go's JSON makes floats of numbers, so a drawn seed arrives rounded."""
+    producer, consumer = pair
+    of_remote = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    for_prefill: Json = {
+        "stream": False, "max_tokens": 1, "max_completion_tokens": 1, "cache_hit_threshold": 0,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False} | of_remote,
+    }  # fmt: skip
+    messages = [{"role": "user", "content": "def volume(shape): " * 8}]
+    headers = {"X-Request-Id": "4ce9c2d0-cd0f-11f0-b6f1-8a2b6bd1f6a4", "X-Prefiller-Host-Port": "10.0.0.1:8000"}
+    for path, body in (
+        ("/v1/completions", BODY | {"cache_salt": "llm-d"}),
+        ("/v1/chat/completions", {"messages": messages, "max_completion_tokens": 5, "stream": True}),
+    ):
+        kept = httpx.post(producer.url + path, json=body | for_prefill, headers=headers, timeout=120).text
+        params = json.loads(kept, parse_int=lambda digits: int(float(digits)))["kv_transfer_params"]
+        before = fetched(consumer)
+        redeeming = body | {"kv_transfer_params": params}
+        answer = httpx.post(consumer.url + path, json=redeeming, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert fetched(consumer) - before >= 32
 
 
 WRONG: dict[str, tuple[Json, str]] = {

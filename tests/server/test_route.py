@@ -19,11 +19,15 @@ from quire.server.route import MAX_MISSES, PROBE_PAUSE_S
 from support.server import ServerProcess, wait_until
 
 Json = dict[str, Any]
-# As vLLM's NixlConnector answers, with keys that mean nothing to the router.
+# As NixlConnector of vLLM 0.32 answers, with keys that mean nothing to the router.
 PARAMS: Json = {
-    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]], "remote_engine_id": "e-1",
-    "remote_request_id": "cmpl-1", "remote_host": "10.0.0.1", "remote_port": 14579, "tp_size": 1,
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[11, 12]],
+    "remote_engine_id": "af0982bf-5e1d-471b-a9fe-f817827078d8", "remote_request_id": "cmpl-b4353ea45d80b9ff-0-86bc157e",
+    "remote_host": "127.0.0.1", "remote_port": 15601, "tp_size": 1, "dcp_size": 1, "pp_size": 1,
+    "remote_num_tokens": 200, "remote_blocks_expiry_time": None, "transfer_mode": "pull",
+    "remote_prefill_cached_tokens": 0,
 }  # fmt: skip
+TICKET: Json = PARAMS | {"remote_block_ids": []}    # as Quire answers: it names no blocks
 PROMPT = "x" * 100
 NUM_WAITING = 20
 
@@ -64,7 +68,7 @@ class Stub:
     """A server that records bodies, and answers by a function."""
 
     def __init__(self, answer: Answer) -> None:
-        self.asked: list[tuple[str, Json, str | None]] = []
+        self.asked: list[tuple[str, Any, str | None]] = []
         self.num_probes = 0     # questions for its health
         stub, asked = self, self.asked
 
@@ -72,7 +76,11 @@ class Stub:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                content = self.rfile.read(int(self.headers["Content-Length"]))
+                try:
+                    body = json.loads(content)
+                except ValueError:
+                    body = content
                 asked.append((self.path, body, self.headers["Authorization"]))
                 answer(self, body)
 
@@ -131,7 +139,7 @@ def closed() -> Iterator[str]:
 
 
 def test_request_goes_to_both_in_the_form_of_vllm(closed: str) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 2, "stream": True, "n": 2, "seed": 3,
+    body = {"prompt": PROMPT, "max_tokens": 50, "min_tokens": 2, "stream": True, "n": 1, "seed": 3,
             "stream_options": {"include_usage": True}}  # fmt: skip
     with stubs(says({"kv_transfer_params": PARAMS}), says({"choices": []})) as (prefill, decode), routing(
         [prefill.url], [closed, decode.url], least_bytes=50
@@ -140,7 +148,7 @@ def test_request_goes_to_both_in_the_form_of_vllm(closed: str) -> None:
         answer = httpx.post(router.url + "/v1/completions", json=body, headers=headers)
         assert answer.json() == {"choices": []}
         assert prefill.asked == [("/v1/completions", {
-            "prompt": PROMPT, "max_tokens": 1, "stream": False, "n": 2, "seed": 3,
+            "prompt": PROMPT, "max_tokens": 1, "stream": False, "n": 1, "seed": 3,
             "kv_transfer_params": {
                 "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
                 "remote_block_ids": None, "remote_host": None, "remote_port": None,
@@ -157,9 +165,49 @@ def test_request_goes_to_both_in_the_form_of_vllm(closed: str) -> None:
         assert (count(router, "apart"), count(router, "short")) == (2, 1)
         assert router.get("/v1/models").json() == {"path": "/v1/models"}
         assert router.get("/health").status_code == router.get("/ready").status_code == 200
-        for wrong in (b"[1]" + b" " * 50, b'{"prompt": ' + b" " * 60):
-            refused = httpx.post(router.url + "/v1/completions", content=wrong)
-            assert refused.status_code == 400
+
+
+def test_what_is_no_request_is_the_decode_servers_to_refuse() -> None:
+    """As it came, and in that server's words."""
+    refusal = {"error": {"message": "1 validation error", "type": "Bad Request", "param": None, "code": 400}}
+    with stubs(says({"kv_transfer_params": PARAMS}), says(refusal, 400)) as (prefill, decode), routing(
+        [prefill.url], [decode.url]
+    ) as router:
+        for wrong in (b"3", b'{"prompt": ', b'{"prompt": "\xff"}'):
+            answer = httpx.post(router.url + "/v1/completions", content=wrong)
+            assert (answer.status_code, answer.json()) == (400, refusal)
+            assert decode.asked.pop()[1] in (wrong, 3)
+        assert prefill.asked == []
+        assert count(router, "refused") == 3
+
+
+def test_several_prompts_never_go_with_the_ticket_of_one() -> None:
+    """A vLLM server answers several prompts with the blocks of the first."""
+    with stubs(says({"kv_transfer_params": PARAMS}), says({})) as (prefill, decode), routing(
+        [prefill.url], [decode.url]
+    ) as router:
+        several: list[Json] = [{"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"prompt": "a", "prompt_embeds": "b"}]
+        one: list[Json] = [{"prompt": ["a"]}, {"prompt": [[1, 2]]}, {"prompt": [1, 2]}, {"prompt": [], "n": None}]
+        for body in several + one:
+            router.post("/v1/completions", body)
+        with_ticket = [body | {"kv_transfer_params": PARAMS} for body in one]
+        assert [body for _, body, _ in decode.asked] == several + with_ticket
+        assert len(prefill.asked) == len(one)
+
+
+def test_ticket_that_names_blocks_is_read_once() -> None:
+    """The first read frees the blocks of a vLLM server, and each of `n` sequences reads them."""
+    answers = says({"kv_transfer_params": PARAMS}), says({"kv_transfer_params": TICKET}), says({})
+    with stubs(*answers) as (vllm, quire, decode):
+        body = {"prompt": "a", "n": 2}
+        with routing([vllm.url], [decode.url]) as router:
+            for _ in range(2):
+                router.post("/v1/completions", body)
+            assert [sent for _, sent, _ in decode.asked] == [body, body]
+            assert len(vllm.asked) == 1     # the router has seen what its tickets are
+        with routing([quire.url], [decode.url]) as router:
+            router.post("/v1/completions", body)
+            assert decode.asked[2][1] == body | {"kv_transfer_params": TICKET}
 
 
 def test_answer_does_not_fail_for_want_of_a_prefill_server(closed: str) -> None:
@@ -178,17 +226,22 @@ def test_answer_does_not_fail_for_want_of_a_prefill_server(closed: str) -> None:
 
 
 def test_servers_that_give_no_sign_are_given_up_before_they_answer() -> None:
-    """A listener that never accepts is what a stopped process looks like."""
+    """A listener that never accepts is what a stopped process looks like. It may have read the blocks of a ticket."""
     with ExitStack() as held:
         stopped = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         silent = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in stopped]
-        prefill, decode = held.enter_context(stubs(says({"kv_transfer_params": PARAMS}), says({"ok": 1})))
+        answers = says({"kv_transfer_params": TICKET}), says({"kv_transfer_params": PARAMS}), says({"ok": 1}), says({})
+        prefill, vllm, decode, other = held.enter_context(stubs(*answers))
         router = held.enter_context(routing([silent[0], prefill.url], [silent[1], decode.url]))
+        before_vllm = held.enter_context(routing([vllm.url], [silent[1], other.url]))
         cut_off = held.enter_context(routing([silent[0]], [silent[1]]))
         waits = held.enter_context(ThreadPoolExecutor())    # a server is given up after seconds: all at the same time
         refused = waits.submit(cut_off.post, "/v1/completions", {"prompt": "a"})
+        computed = waits.submit(before_vllm.post, "/v1/completions", {"prompt": "a"})
         assert router.post("/v1/completions", {"prompt": "a"}).json() == {"ok": 1}
-        assert decode.asked[0][1]["kv_transfer_params"] == PARAMS
+        computed.result()
+        assert decode.asked[0][1]["kv_transfer_params"] == TICKET
+        assert other.asked[0][1] == {"prompt": "a"}
         assert count(router, "apart") == 1
         answer = refused.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "decode_unreached")

@@ -23,7 +23,7 @@ import msgspec
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, as_api_error, invalid, shutting_down
+from quire.server.errors import ApiError, as_api_error, shutting_down
 from quire.server.http.application import RequestLog, RequestRecord, client_id_in
 from quire.server.http.relay import ClientGoneError, HeldBodies, Reply, relay, sent_headers, until_gone
 from quire.server.options import ServerOptions
@@ -53,10 +53,10 @@ class NoSignError(OSError):
 
 
 class RoutedServer:
-    """A server, and the requests that are open there."""
+    """A server, and the requests that are open there. `is_read_once`: its tickets were, as in `_is_read_once`."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.num_open = url.rstrip("/"), 0
+        self.url, self.num_open, self.is_read_once = url.rstrip("/"), 0, False
         self._probe: asyncio.Task[bool] | None = None
         self._probed_s = -math.inf
 
@@ -188,24 +188,31 @@ class RouteApp:
             return
         try:
             fields = msgspec.json.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            invalid(f"the body is not valid JSON: {error}", code="invalid_json")
-        if not isinstance(fields, dict):
-            invalid(f"the body must be a JSON object, got {type(fields).__name__}")
-        params = await self._prefilled(scope, fields)
-        if params is not None:
-            body = msgspec.json.encode(fields | {"kv_transfer_params": params})
-        await self._decode_only(scope, body, sender)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            fields = None
+        way, params = await self._prefilled(scope, fields)
+        self.counts[way] += 1
+        if params is None:
+            await self._decode_only(scope, body, sender)
+            return
+        with_ticket = msgspec.json.encode(fields | {"kv_transfer_params": params})
+        await self._decode_only(scope, with_ticket, sender, body if _is_read_once(params) else with_ticket)
 
-    async def _prefilled(self, scope: Scope, fields: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what a prefill server's answer has for the decode server; None: that computes the prompt.
+    async def _prefilled(self, scope: Scope, fields: Any) -> tuple[str, dict[str, Any] | None]:  # noqa: ANN401 (JSON)
+        """Return the way of a request, and what a prefill server's answer has for the decode server.
 
-        Another server is tried once. A refusal of the request itself is the decode server's to tell, too.
+        None: the decode server computes the prompt. Another prefill server is tried once. A refusal of the request
+        itself is the decode server's to tell, too.
         """
+        if not isinstance(fields, dict) or _has_several_prompts(fields):
+            return "refused", None
+        has_one_sequence = fields.get("n") in (None, 1)
         asked = {name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}
         asked |= {"max_tokens": 1, "stream": False, "kv_transfer_params": _ASKED}
         body, headers = msgspec.json.encode(asked), sent_headers(scope)
         for target in sorted(self._prefill, key=lambda each: each.num_open)[:2]:
+            if target.is_read_once and not has_one_sequence:
+                return "refused", None
             try:
                 with target.opened():
                     asking = self._ask(target.url + scope["path"], body, headers)
@@ -216,20 +223,23 @@ class RouteApp:
                 log.warning("prefill server %s: %s", target.url, error)
                 continue
             params = _params_of(answer) if status == 200 else None
-            self.counts["refused" if params is None else "apart"] += 1
             if params is None:
                 log.warning("prefill server %s gives no kv_transfer_params (status %d)", target.url, status)
-            return params
-        self.counts["not_reached"] += 1
-        return None
+                return "refused", None
+            target.is_read_once = _is_read_once(params)
+            return ("apart", params) if has_one_sequence or not target.is_read_once else ("refused", None)
+        return "not_reached", None
 
     async def _ask(self, url: str, body: bytes, headers: list[tuple[str, str]]) -> tuple[int, bytes]:
         """Return the status and the body of a prefill server's answer."""
         async with self.session.post(url, data=body, headers=headers) as response:
             return response.status, await _read(response)
 
-    async def _decode_only(self, scope: Scope, body: bytes, sender: Reply) -> None:
-        """Send a request to the decode server with the fewest open requests; to another if that is not reached."""
+    async def _decode_only(self, scope: Scope, body: bytes, sender: Reply, again: bytes | None = None) -> None:
+        """Send a request to the decode server with the fewest open requests; to another if that is not reached.
+
+        `again`: the body for another server where one has had the first and gave no sign; None: the same.
+        """
         last: Exception | None = None
         for target in sorted(self._decode, key=lambda each: each.num_open):
             try:
@@ -242,6 +252,8 @@ class RouteApp:
                 last = error
                 if not isinstance(error, aiohttp.ClientConnectorError | NoSignError):
                     break       # it may have begun to answer
+                if isinstance(error, NoSignError) and again is not None:
+                    body = again
         if sender.status is not None and sender.is_stream:
             failure = _unreached(last)
             event = b"data: " + msgspec.json.encode(failure.body) + b"\n\n"
@@ -258,6 +270,21 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
         if len(answer) > MAX_ANSWER_BYTES:
             return b""
     return bytes(answer)
+
+
+def _has_several_prompts(fields: dict[str, Any]) -> bool:
+    """Return whether a completion has several prompts, of which a ticket is for one. Embeddings are prompts, too."""
+    prompt = fields.get("prompt")
+    has_list = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    return has_list or fields.get("prompt_embeds") is not None
+
+
+def _is_read_once(params: dict[str, Any]) -> bool:
+    """Return whether a ticket names blocks, as vLLM's do: the first read frees them, and a later one may find others.
+
+    Quire's tickets name none, and what is no longer there is computed.
+    """
+    return bool(params.get("remote_block_ids"))
 
 
 def _params_of(answer: bytes) -> dict[str, Any] | None:
