@@ -58,7 +58,7 @@ QWEN3_4B: Config = {
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6,
     "max_position_embeddings": 40_960, "tie_word_embeddings": True, "dtype": "bfloat16",
 }  # fmt: skip
-EAGLE: Config = {  # of a head, beside the target's sizes
+EAGLE: Config = {  # keys of a head, beside the target's sizes
     "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32_000,
 }  # fmt: skip
 

@@ -183,7 +183,7 @@ ORACLE = SIZES | {
     "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "hidden_size": VOCAB_SIZE, "head_dim": 192,
     "num_attention_heads": 1, "num_key_value_heads": 1, "norm_before_residual": True,
 }  # fmt: skip
-GAIN = 64.0  # of what the head adds to its stream
+GAIN = 64.0  # factor on what the head adds to its stream
 
 
 def write_oracle(folder: Path, reads: str) -> tuple[Path, Path]:

@@ -28,7 +28,7 @@ FAMILIES: dict[str, Callable[[ConfigReader], DecoderSpec]] = {
     "Qwen3vlForCausalLM": llama.llama,
 }
 LAYER_TYPES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Of speculators' form, beside the keys of the layer, with vLLM's defaults.
+# Keys beside those of the layer in speculators' form, with vLLM's defaults.
 BESIDE_LAYER: dict[str, object] = {
     "draft_vocab_size": None, "target_hidden_size": None, "norm_before_residual": True, "norm_before_fc": False,
     "fc_norm": False, "norm_output": False, IDS: None,

@@ -132,7 +132,7 @@ def with_taps(program: Program, width: int, layers: Sequence[int], num_layers: i
 
     `num_layers` in `layers` is the stream behind the last layer, before its norm.
     """
-    taps = dict[int, special_ops.TapOp]()  # by the place in front of which they run
+    taps = dict[int, special_ops.TapOp]()  # keyed by the place of the op behind each
     for number, layer in enumerate(layers):
         stem = "final_" if layer == num_layers else f"layers.{layer}."
         names = (place for place, op in enumerate(program.ops) if op.name.startswith(stem))

@@ -287,7 +287,7 @@ class Attention:
     has_value_norm: bool = False                # values are normalized over each head, without weights
     are_values_keys: bool = False               # values are keys before their norm, and are not projected
     cache_layer: int | None = None              # reads the cache of this earlier layer, and has no keys; None: its own
-    reads_embedding: bool = False               # of an EAGLE-3 head: projects an embedding beside the hidden state
+    reads_embedding: bool = False               # projects an embedding beside the hidden state (EAGLE-3 heads)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -568,7 +568,7 @@ class DecoderSpec:
     layer_input: LayerInput | None = None
     vision: "VisionSpec | None" = field(default=None, repr=False)  # None: reads text alone
     mtp: "DecoderSpec | None" = field(default=None, repr=False)  # an MTP head of the checkpoint, as `with_mtp` makes it
-    eagle: Eagle | None = None                  # of an EAGLE-3 head; None: it is none
+    eagle: Eagle | None = None                  # parts of an EAGLE-3 head; None: it is none
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "embedding_size", self.embedding_size or self.hidden_size)

@@ -27,7 +27,7 @@ from quire.model.weight_format import DenseFormat, ModuleRows, RoundedFormat, We
 log = logging.getLogger(__name__)
 
 MAX_NAMES_IN_WARNING = 5
-ROWS_AT_ONCE = 1024  # of tables that are compared
+ROWS_AT_ONCE = 1024  # rows of tables that are compared in one portion
 SMALLEST_KV_SCALE = 1e-20
 
 

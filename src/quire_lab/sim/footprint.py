@@ -32,7 +32,7 @@ ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
 STRIP_ROWS = 16                                   # rows of a strip of packed quantized weights
 TILE_INPUTS = {"int8": (16, 32, 64), "int4": (32, 64)}  # the smallest that holds a group, or else the largest
 CACHE_LINE = 64  # bytes
-TARGET_ID_BYTES = 8  # of the target's id of a token that an EAGLE-3 head drafts
+TARGET_ID_BYTES = 8  # bytes of the target's id of each token that an EAGLE-3 head drafts
 
 
 @dataclass(frozen=True, slots=True)
