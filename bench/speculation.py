@@ -14,7 +14,8 @@
 * control: host time of a step without a model, and of all that a drafter adds to it when it finds nothing.
 * draft: acceptance by oracle, but the draft model (--draft-model) computes; the cost of drafting is in it.
 * draft-model: the same for two shapes of Qwen2.5 (--shapes) with random weights, made without files.
-* mtp: the same with the MTP head of a shape of Qwen3.5 (--shapes 3.5-4b), drafts of 3 tokens.
+* mtp: the same with the MTP head of a shape of Qwen3.5 (--shapes 3.5-4b), drafts of 3 tokens; before that the times of
+  single steps by what the head does in them, in random turns, which tell more than ratios on a busy machine.
 * eagle3: the same with an EAGLE-3 head of 32,000 tokens (--shapes qwen3-4b).
 
 One engine, its drafter on and off in turns; medians over turns of the ratio within a turn. A shared machine changes its
@@ -123,6 +124,29 @@ class Oracle:
         return drafts
 
 
+class Turns:
+    """A drafter that takes random turns: it does nothing, or drafts 0, 1 or 3 tokens by `method`.
+
+    `kind` is that of the last step, and its rows.
+    """
+
+    def __init__(self, method: DraftModel) -> None:
+        self._method, self._rng = method, random.Random(0)
+        self.kind: tuple[str, int] = "", 0
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do nothing."""
+
+    def draft(self, rows: DraftRows, step: StepInputs) -> Mapping[int, Sequence[int]]:
+        """Return drafts of one row."""
+        name, limit = self._rng.choice([("no head", 0), ("no drafts", 0), ("1 draft", 1), ("3 drafts", 3)])
+        self.kind = name, len(step.forward.token_ids)
+        return {} if name == "no head" else self._method.draft(rows, np.full(len(rows.rows), limit), step)
+
+    def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing."""
+
+
 class Fixed:
     """Lengths of drafts that do not adapt: as many as there can be."""
 
@@ -173,6 +197,17 @@ class Bench:
                 started_s, count = self._clock(), sum(map(len, answers.values()))
         seconds = self._clock() - started_s
         return seconds / (sum(map(len, answers.values())) - count), list(answers.values()), counts
+
+    def step_times(self, prompt: Tokens, num_tokens: int, drafter: Turns) -> dict[tuple[str, int], list[float]]:
+        """Return the seconds of the steps of an answer, by the drafter's kinds."""
+        self.compute.drafter, times = drafter, dict[tuple[str, int], list[float]]()
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        self._engine.add(Request(next(self._ids), pack_tokens(prompt), params, seed=0, max_tokens=num_tokens))
+        while self._engine.scheduler.has_requests:
+            started_s = self._clock()
+            self._engine.step()
+            times.setdefault(drafter.kind, []).append(self._clock() - started_s)
+        return times
 
     def _reciting(self, prompts: list[Tokens], texts: list[Tokens]) -> Callable[..., SampledTokens]:
         """Return the worker's sampling with tokens of texts in place of samples, by the prompts of rows."""
@@ -278,6 +313,10 @@ def head(
     weights = [each.weight_bytes / 2**30 for each in (loaded.model, own.model)]
     print(f"{shape}: weights {weights[0]:.2f} GiB, of the head {weights[1]:.2f}, {own.pass_bytes} bytes a pass")
     method: DraftModel = bench.drafter._method  # type: ignore[attr-defined]
+    prompt = random_tokens(random.Random(0), PROMPT_LEN, bench.num_kinds)
+    num_steps = min(turns * num_tokens, options.max_model_len - PROMPT_LEN)
+    for (name, rows), times in sorted(bench.step_times(prompt, num_steps, Turns(method)).items()):
+        print(f"  steps of {rows} rows, {name}: {statistics.median(times) * 1e3:.1f} ms, median of {len(times)}")
     oracle(bench, turns, num_tokens, acceptances, method, NUM_DRAFTS_OF_HEADS)
 
 
