@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.core.errors import SessionError
 from quire.engine.requests.saved_sessions import SavedSessions
 from quire.extension.isas import usable_isas
 from support.answers import answers_of
@@ -160,3 +161,25 @@ def test_snapshots_give_way_to_running_sequences_while_they_load(models: dict[st
         assert [answers_of(each) for each in found] == expected
         assert sum(each.metrics.num_disk_tokens for each in found) >= 96
         assert llm.kv_stats().states["used_slots"] == 0
+
+
+def test_session_with_a_state_that_is_evicted_while_it_is_saved_is_not_saved(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that were copied are of no use, and another sequence may write to the slot."""
+    with LLM(models["delta net"], kv_disk_dir=tmp_path, **SIZES | {"kv_disk_write_policy": "reused"}) as llm:
+        session, engine = llm.create_session({"prompt_token_ids": PROMPT}), llm._engine.engine
+        copy, tree = engine.disk.sessions._copy, engine.scheduler.cache.prefixes.snapshots
+
+        def copy_a_block_and_evict(save: Any, store: Any, until_s: float) -> None:  # noqa: ANN401
+            copy(save, store, 0.0)
+            while tree.evict():
+                pass
+
+        monkeypatch.setattr(engine.disk.sessions, "_copy", copy_a_block_and_evict)
+        with pytest.raises(SessionError, match="the session's state was evicted while it was saved"):
+            session.save("one")
+        monkeypatch.undo()
+        session.save("tokens-alone")
+        session.delete()
+        assert llm.restore_session("tokens-alone").token_ids == PROMPT

@@ -135,6 +135,15 @@ class StoredStates:
         found = [*blocks[: column + 1], *self.parts.numbers(snapshots[blocks[column]])]
         return packed[: (column + 1) * self._num_bytes] + self._tokens, found
 
+    def are_there(self, sources: Sequence[int]) -> bool:
+        """Return whether the state is there that `source` has found behind blocks."""
+        if not self.parts.num_parts:
+            return True
+        assert self._tree is not None, "states without a prefix tree"
+        first = len(sources) - self.parts.num_parts
+        slot = self._tree.snapshots.get(sources[first - 1])
+        return slot is not None and self.parts.numbers(slot, 0, 1) == [sources[first]]
+
     def stored(
         self, stored: StoredBlocks, packed: bytes, path: list[int], num_found: int, most: int
     ) -> tuple[bytes, list[int]]:

@@ -123,7 +123,7 @@ class RayClient(SingleEngine):
         """Save nothing: nothing is pinned."""
         return SessionBlocks(code="gone", message="replicas pin nothing")
 
-    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    async def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Load nothing: replicas have no disk of their own."""
         return SessionBlocks(code="unusable", message="replicas keep nothing on a disk")
 

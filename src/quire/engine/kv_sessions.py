@@ -33,7 +33,8 @@ OnEnd = Callable[[SessionBlocks], None]
 class _Save:
     """A pin that is being copied: `num_begun` blocks were, `num_ended` of them are on the disk.
 
-    `packed`: tokens of all, `quire.cache.prefix_tree.as_bytes`; of a model with states they end with the parts of one.
+    `sources`: where they are in the cache, and `packed` their tokens (`quire.cache.prefix_tree.as_bytes`); of a model
+    with states they end with the parts of one.
     """
 
     pin_id: int
@@ -41,10 +42,14 @@ class _Save:
     opening: "Future[KVStore]"
     on_end: OnEnd
     packed: bytes
-    num_blocks: int
+    sources: list[int]
     num_begun: int = 0
     num_ended: int = 0
     closing: "Future[None] | None" = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.sources)
 
 
 class _Opening(NamedTuple):
@@ -83,10 +88,10 @@ class KVSessions:
         if not sources:
             return on_end(SessionBlocks(identity=self._identity.as_json()))
         opening = self._files.submit(self._open, folder, len(sources))
-        self._saves.append(_Save(pin_id, pin, opening, on_end, packed, len(sources)))
+        self._saves.append(_Save(pin_id, pin, opening, on_end, packed, sources))
         return None
 
-    def open(self, request_id: int, folder: Path, num_tokens: int, identity: str, on_end: OnEnd) -> None:
+    def open(self, request_id: int, folder: Path, num_blocks: int, identity: str, on_end: OnEnd) -> None:
         """Load from the store of a saved session, for a request, unless it is of another identity: `close_session`."""
         try:
             difference = self._identity.first_difference(KVIdentity(**json.loads(identity)))
@@ -94,7 +99,7 @@ class KVSessions:
             return on_end(SessionBlocks(code="unusable", message=f"its identity cannot be read: {error}"))
         if difference is not None:
             return on_end(SessionBlocks(code="incompatible", message=f"this engine has {difference}"))
-        if num_tokens < self._size:
+        if not num_blocks:
             return on_end(SessionBlocks(identity=identity))
         self._openings.append(_Opening(request_id, self._files.submit(self._open, folder), on_end))
         return None
@@ -167,8 +172,9 @@ class KVSessions:
             raise store.failure
         if self._cache.pins.get(save.pin_id) is not save.pin:
             return SessionBlocks(code="gone", message="the session's prefix was unpinned while it was saved")
-        if not self._copy(save, store, until_s):
+        if save.num_begun < save.num_blocks and not self._states.are_there(save.sources):
             return SessionBlocks(code="gone", message="the session's state was evicted while it was saved")
+        self._copy(save, store, until_s)
         if save.num_ended == save.num_blocks:
             save.closing = self._files.submit(store.close)
         return None
@@ -181,22 +187,18 @@ class KVSessions:
             return packed, blocks
         return self._states.source(packed, blocks, num_blocks + self._states.parts.num_parts)
 
-    def _copy(self, save: _Save, store: "KVStore", until_s: float) -> bool:
-        """Copy blocks, one at least, until the time is over or the store has no room; False: they are there no more."""
+    def _copy(self, save: _Save, store: "KVStore", until_s: float) -> None:
+        """Copy blocks, one at least, until the time is over or the store has no room for more."""
         scope, num_bytes = store.scope_key(scope_text(save.pin.scope)), len(save.packed) // save.num_blocks
-        packed, sources = self._sources(save.pin)
-        if packed != save.packed:
-            return False
         while save.num_begun < save.num_blocks:
             slot = save.num_begun
-            tokens = packed[slot * num_bytes : (slot + 1) * num_bytes]
+            tokens = save.packed[slot * num_bytes : (slot + 1) * num_bytes]
             block = StoredBlock(slot, slot - 1 if slot else NO_PARENT, tokens, scope)
-            if not store.begin_write(block, sources[slot]):
-                break
+            if not store.begin_write(block, save.sources[slot]):
+                return
             save.num_begun += 1
             if time.perf_counter() > until_s:
-                break
-        return True
+                return
 
     def _end(self, save: _Save, ended: SessionBlocks) -> None:
         self._saves.remove(save)

@@ -63,7 +63,7 @@ class OfflineEngine(ABC):
         """Copy what a request has pinned into the store of a session."""
 
     @abstractmethod
-    def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Let a request that is about to run load from a saved session, until `close_session`."""
 
     @abstractmethod
@@ -178,9 +178,9 @@ class LocalEngine(OfflineEngine):
         """Copy what a request has pinned into the store of a session."""
         return self._move_session(lambda sessions, on_end: sessions.save(request_id, folder, on_end))
 
-    def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Let a request that is about to run load from a saved session, until `close_session`."""
-        asked = request.request_id, folder, num_tokens, identity
+        asked = request.request_id, folder, num_blocks, identity
         return self._move_session(lambda sessions, on_end: sessions.open(*asked, on_end))
 
     def close_session(self, request: Request) -> None:

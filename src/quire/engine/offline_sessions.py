@@ -96,7 +96,7 @@ class OfflineSessions:
         try:
             if saved is not None:
                 described, folder = saved
-                blocks = engine.open_session(request, folder, described.num_tokens, described.identity)
+                blocks = engine.open_session(request, folder, described.num_blocks, described.identity)
                 what = f"the saved session {shown(described.name)} cannot be restored"
                 check_blocks(blocks, what, "session_unreadable")
             self._finish(prepared)

@@ -348,11 +348,11 @@ class Fleet(BaseClient):
             return SessionBlocks(code="gone", message="the session's prefix is pinned no more")
         return await client.save_session(request_id, folder)
 
-    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    async def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Let an engine load from a saved session; the request will be its own."""
         client = self._clients[self.router.rank(request, self._candidates(request))[0]]
         self._restoring[request.request_id] = client
-        return await client.open_session(request, folder, num_tokens, identity)
+        return await client.open_session(request, folder, num_blocks, identity)
 
     def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""

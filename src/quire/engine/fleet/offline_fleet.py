@@ -168,10 +168,10 @@ class BlockingFleet(OfflineEngine):
         self._check_open()
         return self._loop.run(self._client.save_session(request_id, folder))
 
-    def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Let a request that is about to run load from a saved session, until `close_session`."""
         self._check_open()
-        return self._loop.run(self._client.open_session(request, folder, num_tokens, identity))
+        return self._loop.run(self._client.open_session(request, folder, num_blocks, identity))
 
     def close_session(self, request: Request) -> None:
         """Let the request load no more from the saved session."""

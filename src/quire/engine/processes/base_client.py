@@ -123,7 +123,7 @@ class BaseClient(ABC):
         """Copy what a request has pinned into the store of a session. EngineDeadError if its engine has died."""
 
     @abstractmethod
-    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    async def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Let a request that is about to be added load from a saved session, until `close_session`."""
 
     @abstractmethod

@@ -342,10 +342,10 @@ class EngineClient(SingleEngine):
         self._check_serves()
         return await self._pending.save_session(request_id, str(folder))
 
-    async def open_session(self, request: Request, folder: Path, num_tokens: int, identity: str) -> SessionBlocks:
+    async def open_session(self, request: Request, folder: Path, num_blocks: int, identity: str) -> SessionBlocks:
         """Let a request to come load from a saved session. EngineDeadError if the engine has died."""
         self._check_serves()
-        return await self._pending.open_session(request.request_id, str(folder), num_tokens, identity)
+        return await self._pending.open_session(request.request_id, str(folder), num_blocks, identity)
 
     def close_session(self, request: Request) -> None:
         """Let no request load from a saved session any more."""

@@ -225,7 +225,7 @@ class EngineLoop:
         if isinstance(command, messages.SaveSession):
             return sessions.save(command.request_id, Path(command.folder), reply)
         folder = Path(command.folder)
-        return sessions.open(command.request_id, folder, command.num_tokens, command.identity, reply)
+        return sessions.open(command.request_id, folder, command.num_blocks, command.identity, reply)
 
     def _fall_asleep(self, command: messages.Sleep | messages.Wake) -> None:
         """End the loop, unless requests are left; the engine is awake until then."""

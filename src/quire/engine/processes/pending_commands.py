@@ -78,9 +78,9 @@ class PendingCommands:
         reply: SessionReply = await self._request(SaveSession(next(self._session_numbers), request_id, folder))
         return reply.blocks
 
-    async def open_session(self, request_id: int, folder: str, num_tokens: int, identity: str) -> SessionBlocks:
+    async def open_session(self, request_id: int, folder: str, num_blocks: int, identity: str) -> SessionBlocks:
         """Let a request load from a saved session; return what has become of it."""
-        command = OpenSession(next(self._session_numbers), request_id, folder, num_tokens, identity)
+        command = OpenSession(next(self._session_numbers), request_id, folder, num_blocks, identity)
         reply: SessionReply = await self._request(command)
         return reply.blocks
 

@@ -129,7 +129,7 @@ class Sessions:
             assert restored is not None
             saved, folder = restored
             asked.append(engine_request)
-            blocks = await service.client.open_session(engine_request, folder, saved.num_tokens, saved.identity)
+            blocks = await service.client.open_session(engine_request, folder, saved.num_blocks, saved.identity)
             check_blocks(blocks, f"the saved session {shown(saved.name)} cannot be restored", "session_unreadable")
 
         record.model, record.num_prompts = model, 1
