@@ -231,7 +231,8 @@ def _own_image(where: str, part: object) -> "Image | None":
 
 def _places(token_ids: PackedTokens, reserved: set[int]) -> list[int]:
     """Return where reserved tokens are."""
-    return np.flatnonzero(np.isin(np.frombuffer(token_ids, np.int32), list(reserved))).tolist()
+    ids = np.frombuffer(token_ids, np.int32)
+    return np.flatnonzero(np.logical_or.reduce([ids == each for each in reserved])).tolist()
 
 
 def _special(tokenizer: Tokenizer, token_id: int) -> str:

@@ -168,11 +168,11 @@ class RequestBody:
             if len(received) + len(piece) > self._max_bytes:
                 raise self._too_large()
             body.grow(len(piece))
-            received += piece
             if not message.get("more_body", False):
                 body.is_complete = True
                 self._scope[_RECEIVED] = time.monotonic()
-                return {"type": "http.request", "body": bytes(received), "more_body": False}
+                return {"type": "http.request", "body": b"".join((received, piece)), "more_body": False}
+            received += piece
 
     def _memory_full(self) -> ApiError:
         self._service.metrics.refused("server_overloaded")

@@ -182,7 +182,7 @@ class ImageDecoder:
         self._options = options
         self._fetcher = _fetcher(options)
         self._fetches = FairSemaphore(MAX_FETCHES)
-        self._kept = OrderedDict[bytes, KeptImage]()   # digest of salt and file -> image, oldest use first
+        self._kept = OrderedDict[bytes, KeptImage]()   # digest of salt and URL -> image, oldest use first
         self._num_kept_bytes = 0
         self._lane = SandboxLane(_IMAGES, "image", lambda: frame(ReadSettings(settings)))
 
@@ -206,7 +206,7 @@ class ImageDecoder:
         for part in images:
             left = options.max_decoded_image_bytes // PIXEL_BYTES - num_decoded
             if part.url[:5].lower() == "data:":
-                found = await self._known(part, self._base64(part), left, prompts, client_id, cache_salt)
+                found = await self._known(part, self._data_start(part), left, prompts, client_id, cache_salt)
             else:
                 async with self._fetches.slot(client_id):
                     found = await self._new(part, await self._fetched(part), left, prompts, client_id, cache_salt)
@@ -225,26 +225,27 @@ class ImageDecoder:
             _refuse(part.where, "must be a data: URL: this server fetches no images (allowed_media_domains)")
         return await self._fetcher.fetch(part.where, part.url)
 
-    def _base64(self, part: ImagePart) -> str:
-        """Return the base64 text of a data: URL, of at most max_image_bytes."""
+    def _data_start(self, part: ImagePart) -> int:
+        """Return where the base64 text of a data: URL begins, of at most max_image_bytes."""
         head, comma, _ = part.url[:_MAX_HEAD_CHARS].partition(",")
         if not comma or not _HEAD.fullmatch(head):
             _refuse(part.where, f"must be base64 of one of {', '.join(MEDIA_TYPES)}, got {shown(head)}")
-        text = part.url[len(head) + 1 :]
-        num_bytes, most = len(text) * 3 // 4, self._options.max_image_bytes
+        start = len(head) + 1
+        num_bytes, most = (len(part.url) - start) * 3 // 4, self._options.max_image_bytes
         if num_bytes > most:
             _refuse(part.where, f"has {num_bytes} bytes, and an image may have {most} (max_image_bytes)")
-        return text
+        return start
 
     async def _known(
-        self, part: ImagePart, data: str, max_pixels: int, prompts: ImagePrompts, client_id: str,
+        self, part: ImagePart, start: int, max_pixels: int, prompts: ImagePrompts, client_id: str,
         cache_salt: str | None,
     ) -> KeptImage:  # fmt: skip
-        """Return an image, which is kept for the same file under the same salt. Arguments as in `_new`."""
-        file = await _off_loop(len(data), lambda: salted_digest(cache_salt, data.encode(errors="surrogatepass")))
+        """Return an image, which is kept for the same URL under the same salt. Arguments as in `_new`."""
+        url = part.url
+        file = await _off_loop(len(url), lambda: salted_digest(cache_salt, url.encode(errors="surrogatepass")))
         found = self._kept.get(file)
         if found is None or found.decoded.num_pixels > max_pixels:
-            found = await self._new(part, data, max_pixels, prompts, client_id, cache_salt)
+            found = await self._new(part, url[start:], max_pixels, prompts, client_id, cache_salt)
             self._num_kept_bytes += 0 if file in self._kept else len(found.decoded.image.pixels)
         self._kept[file] = found
         self._kept.move_to_end(file)
