@@ -11,7 +11,6 @@ from quire.core.errors import InvalidRequestError
 from support.random_model import VOCAB_SIZE, write_random_model
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 PROMPT = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -31,6 +30,7 @@ def peft_logprobs(
     plain: torch.nn.Module, folder: Path, config: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Save an adapter by PEFT; return its logprobs of the prompt, and the model's."""
+    peft = pytest.importorskip("peft")  # takes seconds, which processes without these tests are spared
     torch.manual_seed(3)
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
@@ -155,6 +155,7 @@ def test_other_families_have_the_logprobs_of_peft(
     ],
 )
 def test_factors_of_experts_are_refused_by_name(targets: dict[str, Any], message: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     config = transformers.Qwen2MoeConfig(**MIXTURE)
     plain = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
