@@ -37,6 +37,7 @@ from support.answers import Answer, answers_of
 from support.faults import raising
 from support.image_prompts import (
     GREEDY,
+    IMAGE,
     PROCESSOR_FILE,
     RANDOM,
     answers,
@@ -48,17 +49,17 @@ from support.image_prompts import (
     generate,
     open_llm,
     random_image,
+    random_reference,
     save,
     text,
     values_of,
 )
-from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
-IMAGE, NUM_ROWS = 159, 16   # the image token, and the placeholders of an image
+NUM_ROWS = 16   # placeholders of an image
 TEXT = {
     "model_type": "llama", "vocab_size": 160, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -85,11 +86,7 @@ PROCESSORS = {"llava": {"size": {"shortest_edge": 56}, "crop_size": SIZE}, "gemm
 def make_reference(family: str = "llava", **changes: object) -> "transformers.PreTrainedModel":
     """Return a model of transformers with random parameters."""
     name, config = FAMILIES[family]
-    torch.manual_seed(3)
-    make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
-    model = make(settings(**{**config, **changes})).eval()
-    randomize(model)
-    return model
+    return random_reference(name, config | changes)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -37,11 +37,13 @@ from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.image_prompts import (
     GREEDY,
+    IMAGE,
     PROCESSOR_FILE,
     RANDOM,
     answers,
     answers_alone,
     check_every_cut,
+    check_greedy_answers,
     check_memory_of_encoding,
     check_preempted,
     check_ranks,
@@ -49,19 +51,19 @@ from support.image_prompts import (
     generate,
     open_llm,
     random_image,
+    random_reference,
     save,
     text,
     values_of,
 )
 from support.oracle_drafter import let_draft
 from support.random_folder import write_random_folder, write_random_head
-from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
-IMAGE, UNIT, HIDDEN = 159, 14, 48   # the image token, the pixels of a placeholder in a row, the width of the decoder
+UNIT, HIDDEN = 14, 48   # the pixels of a placeholder in a row, the width of the decoder
 VISION = {
     "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 7, "out_hidden_size": HIDDEN,
 }  # fmt: skip
@@ -118,11 +120,7 @@ SIZES = ((28, 112), (42, 70), (14, 56), (70, 14), (14, 14), (28, 112))     # pix
 def make_reference(family: str, **changes: object) -> "transformers.PreTrainedModel":
     """Return a model of transformers with random parameters."""
     name, config = (FAMILIES | OTHERS)[family]
-    torch.manual_seed(3)
-    make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
-    model = make(settings(**{**config, **changes})).eval()
-    randomize(model)
-    return model
+    return random_reference(name, config | changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -270,19 +268,13 @@ def test_encoding_takes_no_more_memory_than_is_planned_for(folder: Path) -> None
 
 def test_answers_equal_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-    no_image = {IMAGE: -100.0}      # transformers would take it for a placeholder
-    params = replace(GREEDY, max_tokens=32, logprobs=160, logit_bias=no_image)
-    with open_llm(folder, max_logprobs=160) as llm:
-        found = generate(llm, PROMPTS[:3], params)
-    for own, asked in zip(found, PROMPTS, strict=False):
-        branch, num_prompt = own.outputs[0], len(asked.token_ids)
-        ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
+
+    def logits(asked: TokenizedPrompt, ids: torch.Tensor) -> torch.Tensor:
         types = {"mm_token_type_ids": (ids == IMAGE).int(), **patches_of([each.serial for each in asked.images])}
-        with torch.no_grad():
-            expected = reference(input_ids=ids, **types).logits[0, num_prompt - 1 : -1].log_softmax(-1)
-        assert expected[:, :IMAGE].argmax(-1).tolist() == list(branch.token_ids)
-        ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
-        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+        found: torch.Tensor = reference(input_ids=ids, **types).logits
+        return found
+
+    check_greedy_answers(folder, PROMPTS[:3], logits)
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -33,10 +33,12 @@ from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.image_prompts import (
     GREEDY,
+    IMAGE,
     RANDOM,
     answers,
     answers_alone,
     check_every_cut,
+    check_greedy_answers,
     check_memory_of_encoding,
     check_preempted,
     check_ranks,
@@ -44,17 +46,17 @@ from support.image_prompts import (
     generate,
     open_llm,
     random_image,
+    random_reference,
     save,
     text,
     values_of,
 )
-from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4
-BREAK, END, IMAGE, UNIT, HIDDEN = 157, 158, 159, 14, 48
+BREAK, END, UNIT, HIDDEN = 157, 158, 14, 48
 TEXT = {
     "vocab_size": 160, "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 8,
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1,
@@ -76,11 +78,7 @@ SIZES = ((28, 56), (42, 28), (14, 56), (70, 14), (14, 14), (28, 56))  # pixels
 def make_reference(family: str, **changes: object) -> "transformers.PreTrainedModel":
     """Return a model of transformers with random parameters."""
     name, config = FAMILIES[family]
-    torch.manual_seed(3)
-    make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
-    model = make(settings(**{**config, **changes})).eval()
-    randomize(model)
-    return model
+    return random_reference(name, config | changes)
 
 
 def write(family: str, folder: Path, **changes: object) -> Path:
@@ -185,19 +183,12 @@ def test_encoding_takes_no_more_memory_than_is_planned_for(folder: Path) -> None
 
 def test_answers_equal_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-    no_image = {IMAGE: -100.0}      # transformers would take it for a placeholder
-    params = replace(GREEDY, max_tokens=32, logprobs=160, logit_bias=no_image)
-    with open_llm(folder, max_logprobs=160) as llm:
-        found = generate(llm, PROMPTS[:3], params)
-    for own, asked in zip(found, PROMPTS, strict=False):
-        branch, num_prompt = own.outputs[0], len(asked.token_ids)
-        ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
-        with torch.no_grad():
-            logits = reference(input_ids=ids, **given([each.serial for each in asked.images])).logits
-        expected = logits[0, num_prompt - 1 : -1].log_softmax(-1)
-        assert expected[:, :IMAGE].argmax(-1).tolist() == list(branch.token_ids)
-        ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
-        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+    def logits(asked: TokenizedPrompt, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = reference(input_ids=ids, **given([each.serial for each in asked.images])).logits
+        return found
+
+    check_greedy_answers(folder, PROMPTS[:3], logits)
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

@@ -42,25 +42,27 @@ from quire_lab.sim.planning import plan_memory
 from support.answers import Answer, answers_of
 from support.image_prompts import (
     GREEDY,
+    IMAGE,
     NORMALIZED,
     RANDOM,
     answers,
     answers_alone,
     check_every_cut,
+    check_greedy_answers,
     check_memory_of_encoding,
     check_preempted,
     check_ranks,
     generate,
     open_llm,
+    random_reference,
     save,
     text,
 )
-from support.random_parameters import randomize
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-TOLERANCE, IMAGE, HIDDEN, TILE, SIDE = 1e-4, 159, 48, 16, 2    # a tile has 2 x 2 patches of 7 pixels
+TOLERANCE, HIDDEN, TILE, SIDE = 1e-4, 48, 16, 2    # a tile has 2 x 2 patches of 7 pixels
 SIZES = [[16, 16], [16, 32], [32, 16], [32, 32], [16, 64], [64, 48]]
 TEXT = {
     "model_type": "qwen2", "vocab_size": 160, "hidden_size": HIDDEN, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -81,11 +83,7 @@ PICTURES = ((20, 30), (9, 50), (64, 48), (16, 16), (40, 11), (21, 30))  # pixels
 
 def make_reference(**changes: object) -> "transformers.PreTrainedModel":
     """Return a model of transformers with random parameters."""
-    torch.manual_seed(3)
-    model = transformers.LlavaOnevisionForConditionalGeneration(
-        transformers.LlavaOnevisionConfig(**{**CONFIG, **changes})
-    ).eval()
-    randomize(model)
+    model = random_reference("LlavaOnevision", CONFIG | changes)
     with torch.no_grad():
         model.model.image_newline.copy_(torch.randn(HIDDEN))
     return model
@@ -229,19 +227,12 @@ def test_encoding_takes_no_more_memory_than_is_planned_for(ratio: str, tmp_path:
 
 def test_answers_equal_transformers(folder: Path) -> None:
     reference = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-    no_image = {IMAGE: -100.0}      # transformers would take it for a placeholder
-    params = replace(GREEDY, max_tokens=32, logprobs=160, logit_bias=no_image)
-    with open_llm(folder, max_logprobs=160) as llm:
-        found = generate(llm, PROMPTS[:3], params)
-    for own, asked in zip(found, PROMPTS, strict=False):
-        branch, num_prompt = own.outputs[0], len(asked.token_ids)
-        ids = torch.tensor([[*asked.token_ids, *branch.token_ids]])
-        with torch.no_grad():
-            logits = reference(input_ids=ids, **given(*(each.serial for each in asked.images))).logits
-        expected = logits[0, num_prompt - 1 : -1].log_softmax(-1)
-        assert expected[:, :IMAGE].argmax(-1).tolist() == list(branch.token_ids)
-        ours = torch.tensor([[position[token].logprob for token in range(160)] for position in branch.logprobs or []])
-        torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
+
+    def logits(asked: TokenizedPrompt, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = reference(input_ids=ids, **given(*(each.serial for each in asked.images))).logits
+        return found
+
+    check_greedy_answers(folder, PROMPTS[:3], logits)
 
 
 def test_files_as_published_are_read(folder: Path, tmp_path: Path) -> None:

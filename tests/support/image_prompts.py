@@ -22,6 +22,7 @@ from quire.model.quantization import Method, QuantizationOptions
 from quire.model.source import read_folder
 from quire_lab.sim.footprint import weight_bytes
 from support.answers import Answer, answers_of
+from support.random_parameters import randomize
 
 if TYPE_CHECKING:
     import transformers
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
 RANDOM = replace(GREEDY, temperature=0.9, seed=5, repetition_penalty=1.3)
 
+IMAGE, VOCAB_SIZE = 159, 160    # the image token, and the ids of the models of these tests
 PROCESSOR_FILE = "preprocessor_config.json"
 NORMALIZED = {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.5, 0.3, 0.4]}  # all processors of these tests do so
 _SIZE = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
@@ -39,6 +41,17 @@ def save(model: "transformers.PreTrainedModel", folder: Path, processor: Mapping
     """Write a model, and the file of its image processor."""
     model.save_pretrained(folder)
     (folder / PROCESSOR_FILE).write_text(json.dumps({**processor, **NORMALIZED}))
+
+
+def random_reference(name: str, config: Mapping[str, object]) -> "transformers.PreTrainedModel":
+    """Return a model of transformers with random parameters. `name`: what its classes begin with."""
+    import transformers  # an extra
+
+    torch.manual_seed(3)
+    make, settings = (getattr(transformers, name + end) for end in ("ForConditionalGeneration", "Config"))
+    model: transformers.PreTrainedModel = make(settings(**config)).eval()
+    randomize(model)
+    return model
 
 
 def random_image(seed: int, height: int, width: int, grid: tuple[int, int]) -> PreparedImage:
@@ -81,6 +94,28 @@ def answers_alone(
     """Return the answers of prompts, one request after the other, without a prefix cache."""
     with open_llm(folder, enable_prefix_caching=False) as llm:
         return [answers(llm, [each], own)[0] for each, own in zip(prompts, params, strict=True)]
+
+
+def check_greedy_answers(
+    folder: Path, prompts: Sequence[TokenizedPrompt], logits: Callable[[TokenizedPrompt, torch.Tensor], torch.Tensor]
+) -> None:
+    """Check 32 tokens behind each prompt, none of them an image's, and the logprobs of all tokens, beside a reference.
+
+    logits: for a prompt, and the ids of it and its answer, int64 [1, num_tokens]: float32 [1, num_tokens, VOCAB_SIZE].
+    """
+    no_image = {IMAGE: -100.0}  # transformers would take it for a placeholder
+    params = replace(GREEDY, max_tokens=32, logprobs=VOCAB_SIZE, logit_bias=no_image)
+    with open_llm(folder, max_logprobs=VOCAB_SIZE) as llm:
+        found = generate(llm, prompts, params)
+    for own, asked in zip(found, prompts, strict=True):
+        branch, num_prompt = own.outputs[0], len(asked.token_ids)
+        with torch.no_grad():
+            expected = logits(asked, torch.tensor([[*asked.token_ids, *branch.token_ids]]))[0, num_prompt - 1 : -1]
+        expected = expected.log_softmax(-1)
+        assert expected[:, :IMAGE].argmax(-1).tolist() == list(branch.token_ids)
+        positions = branch.logprobs or []
+        ours = torch.tensor([[each[token].logprob for token in range(VOCAB_SIZE)] for each in positions])
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 
 
 def check_every_cut(folder: Path, prompt: TokenizedPrompt, alone: list[Answer]) -> None:
