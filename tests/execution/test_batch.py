@@ -39,6 +39,17 @@ def test_prefill_and_decode_stand_side_by_side_in_one_flat_batch(batch: Persiste
     assert inputs.sample_num_tokens.tolist() == [5, 3]
 
 
+def test_rows_that_are_read_are_those_from_the_first_sample_on_or_all_of_scored_prompts(batch: PersistentBatch) -> None:
+    scored = new_row(3, [1, 2, 3], [2], prompt_logprobs=1)
+    batch.apply(StepPlan(new_rows=[new_row(row, list(range(9)), [0, 1, 3]) for row in range(3)] + [scored]))
+    rows = StepPlan(
+        rows=[1, 0, 3, 2], starts=[0, 4, 0, 2], counts=[4, 5, 2, 6], sample_rows=[0, 2], sample_tokens=[6, 16]
+    )
+    assert batch.inputs(rows).forward.num_read.tolist() == [0, 3, 2, 1]
+    decodes = StepPlan(rows=[0, 2], starts=[8, 8], counts=[1, 1], sample_rows=[0, 2], sample_tokens=[0, 1])
+    assert batch.inputs(decodes).forward.num_read is None
+
+
 def test_sampled_tokens_become_the_next_inputs(batch: PersistentBatch) -> None:
     plan = StepPlan(
         new_rows=[new_row(1, [4, 5], [0])], rows=[1], starts=[0], counts=[2], sample_rows=[1], sample_tokens=[1]

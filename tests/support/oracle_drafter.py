@@ -24,6 +24,7 @@ class OracleDrafter:
     ) -> None:
         self._batch, self._mistake, self._model, self._rng = batch, mistake, model, random.Random(5)
         self._wholes = [list(whole) for whole in wholes]
+        self.reads_hidden = model is not None and model.reads_hidden
 
     def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
         """Return the continuation of the list that begins as the row, with mistakes; without one, a mistake."""
@@ -47,6 +48,7 @@ class CountedDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self.apply, self.draft, self._drafter = drafter.apply, drafter.draft, drafter
+        self.reads_hidden = drafter.reads_hidden
         self.num_verified = self.num_accepted = 0
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:

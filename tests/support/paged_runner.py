@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -38,8 +39,11 @@ class PagedRunner:
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
 
-    def step(self, pieces: dict[str, list[int]]) -> dict[str, Tensor]:
-        """Append each sequence's tokens in one forward pass; return the logits of each, [num_tokens, vocab_size]."""
+    def step(self, pieces: dict[str, list[int]], num_read: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Append each sequence's tokens in one forward pass; return the logits of each, [num_tokens, vocab_size].
+
+        num_read: as in `ForwardBatch`.
+        """
         starts = {name: self._grow(name, len(tokens)) for name, tokens in pieces.items()}
         positions = {name: torch.arange(start, self._lengths[name]) for name, start in starts.items()}
         tables = [torch.tensor(self._tables[name], dtype=torch.int32) for name in pieces]
@@ -51,6 +55,7 @@ class PagedRunner:
             context_lens=torch.tensor([self._lengths[name] for name in pieces], dtype=torch.int32),
             block_tables=torch.nn.utils.rnn.pad_sequence(tables, batch_first=True),
             state_rows=self._state_rows(starts) if self.cache.states else None,
+            num_read=None if num_read is None else np.array(num_read, np.int64),
         )
         logits = run(self.decoder, batch, self.cache)
         return dict(zip(pieces, logits.split([len(tokens) for tokens in pieces.values()]), strict=True))

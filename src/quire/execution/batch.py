@@ -136,6 +136,8 @@ class PersistentBatch:
         if any(each.state.pool.second_text for each in pooled):
             forward = replace(forward, token_types=_token_types(pooled, len(positions)))
         logit_rows = np.array(plan.sample_tokens, dtype=np.int64)
+        if len(logit_rows) < len(positions) and not pooled:
+            forward = replace(forward, num_read=self._num_read(rows, query_starts, logit_rows))
         return StepInputs(
             forward=forward,
             rows=rows,
@@ -147,6 +149,14 @@ class PersistentBatch:
             drafts=plan.drafts,
             pooled=pooled,
         )
+
+    def _num_read(self, rows: IntArray, query_starts: NDArray[np.int32], logit_rows: IntArray) -> IntArray:
+        """Return the number of last tokens of each entry from the first one with logits on, [S]."""
+        stops = query_starts[1:].astype(np.int64)
+        counts: IntArray = np.where(self.scores_prompt[rows], stops - query_starts[:-1], 0)
+        entries = stops.searchsorted(logit_rows, side="right")
+        np.maximum.at(counts, entries, stops[entries] - logit_rows)
+        return counts
 
     def _pooled_entries(self, plan: StepPlan) -> Iterator[PooledEntry]:
         """Yield the entries of rows that pool. They hold the rows' states: a row may have a new owner by the result."""

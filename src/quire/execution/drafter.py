@@ -35,6 +35,10 @@ class DraftRows(NamedTuple):
 class Drafter(Protocol):
     """Method that proposes next tokens. It reads the tokens of rows from the batch that it was made with."""
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it reads hidden states of all of a step's tokens."""
+
     def apply(self, plan: StepPlan) -> None:
         """Reset the state of each new row of a plan. The batch has the plan's changes already."""
 

@@ -89,6 +89,8 @@ class StepCompute:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the hidden states [T, hidden] of a batch; its keys and values are written to the cache."""
+        if batch.num_read is not None and self.drafter is not None and self.drafter.reads_hidden:
+            batch = replace(batch, num_read=None)
         return self.model.forward(batch, self.own_cache)
 
     def sample(self, inputs: StepInputs, hidden: Tensor, logit_rows: Any) -> SampledTokens:  # noqa: ANN401 (where the states are)

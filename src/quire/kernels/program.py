@@ -11,7 +11,7 @@ is not to be read again.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from quire.kernels.layers import Linear, Norm
 from quire.kernels.low_rank import RowAdapters
 from quire.kernels.paged_attention import Attend, AttentionMetadata, AttentionSpec, Heads, RotarySpec, WriteKV
 from quire.kernels.tensors import Tensor, added
+
+if TYPE_CHECKING:
+    from quire.kernels.read_rows import ReadRows
 
 INPUT = "stream"  # the activation that a program begins with: the residual stream [num_tokens, width]
 
@@ -42,6 +45,7 @@ class LayerInputs:
     state_rows: StateRows | None = None  # None: no layer has states
     added: tuple[NDArray[np.int64], Tensor] | None = None  # rows [n] of a step, and what layers add to them, [n, any]
     token_ids: Tensor | None = None      # [num_tokens] int64; None: no op reads them
+    read_rows: "ReadRows | None" = None  # rows of the result; None: all
 
 
 class Op(Protocol):

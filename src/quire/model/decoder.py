@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,21 @@ from quire.kernels.back_end import BackEnd, require, require_attention, require_
 from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import StoredTable, Table
 from quire.kernels.paged_attention import build_metadata
-from quire.kernels.program import LayerInputs, OpTime, ProgramTimer
+from quire.kernels.program import LayerInputs, OpTime, Program, ProgramTimer
+from quire.kernels.read_rows import ReadRows, of_read_rows
 from quire.kernels.special_ops import SummedLinearOp
-from quire.kernels.tensors import NUMPY_LIBRARY, DType, Tensor, added, contiguous, divided, scaled, take_rows, tanh
+from quire.kernels.tensors import (
+    NUMPY_LIBRARY,
+    DType,
+    Tensor,
+    added,
+    contiguous,
+    divided,
+    empty_like,
+    scaled,
+    take_rows,
+    tanh,
+)
 from quire.model.config import num_layer_weights
 from quire.model.kv_cache import KVCache, KVGeometry, LayerKV
 from quire.model.language_model import ForwardBatch
@@ -63,6 +75,14 @@ class TextCache:
         self._num_blocks = 1 << (num_blocks - 1).bit_length()
         own = KVCache.allocate(self._geometry, self._num_blocks, BLOCK_SIZE, self._back_end)
         self._cache = KVCache(own.keys * self._num_layers, own.values * self._num_layers, BLOCK_SIZE)
+
+
+class LayerPrograms(NamedTuple):
+    """The layers as programs: of most steps, of those in which not all rows are read, and of those with images."""
+
+    whole: Program
+    of_read_rows: Program | None  # None: all rows are computed
+    with_images: Program
 
 
 class Decoder:
@@ -117,7 +137,7 @@ class Decoder:
         self._unfused = [program]            # the last one is of steps with images
         if merging is not None and merging.deep_layers:
             self._unfused.append(with_added_rows(program, spec.hidden_size, len(merging.deep_layers)))
-        self._programs = [self.back_end.fuse(each) for each in self._unfused]
+        self._programs = self._fused(can_cut=ranks is None and self.back_end.library is NUMPY_LIBRARY)
         project = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
         head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
@@ -132,7 +152,12 @@ class Decoder:
         """
         width, num_layers = self.spec.hidden_size, self.spec.num_layers
         self._unfused = [with_taps(program, width, layers, num_layers) for program in self._unfused]
-        self._programs = [self.back_end.fuse(program) for program in self._unfused]
+        self._programs = self._fused(can_cut=False)  # all rows are read
+
+    def _fused(self, *, can_cut: bool) -> LayerPrograms:
+        fuse = self.back_end.fuse
+        fused, cut = [fuse(each) for each in self._unfused], of_read_rows(self._unfused[0]) if can_cut else None
+        return LayerPrograms(fused[0], None if cut is None else fuse(cut), fused[-1])
 
     @property
     def progress(self) -> NDArray[np.int64]:
@@ -178,7 +203,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Run one step: write the tokens' keys and values, return their hidden states [num_tokens, hidden_size].
 
-        The hidden states are normed, ready for `logits`. They are in the model's dtype. `tap_layers` adds columns.
+        The hidden states are normed, ready for `logits`. They are in the model's dtype. `tap_layers` adds columns. Rows
+        that the batch does not read may be anything.
         """
         if batch.adapters is not None:
             require(self.back_end.name, ["adapters"])
@@ -188,14 +214,25 @@ class Decoder:
         inputs = self.layer_inputs(batch, cache)
         x = self.embedding(batch.token_ids, batch.positions, batch.token_types)
         if batch.embeds is None:
-            return self._programs[0].run(x, inputs)
+            is_whole = batch.num_read is None or self._programs.of_read_rows is None
+            return self._programs.whole.run(x, inputs) if is_whole else self._read(x, inputs, batch)
         rows, values, places = batch.embeds
         x[rows] = values[:, : self.spec.hidden_size]
         if places is not None:
             positions = np.asarray(batch.positions).copy()
             positions[rows] = self._rotary.place(places)  # the program's tables are in the same memory
             inputs = replace(inputs, positions=self.back_end.library.tensor(positions), added=(rows, values))
-        return self._programs[-1].run(x, inputs)
+        return self._programs.with_images.run(x, inputs)
+
+    def _read(self, x: Tensor, inputs: LayerInputs, batch: ForwardBatch) -> Tensor:
+        """Return hidden states that have only the rows that are read."""
+        assert batch.num_read is not None
+        assert self._programs.of_read_rows is not None
+        read = ReadRows.of(np.asarray(batch.query_starts), batch.num_read)
+        found = self._programs.of_read_rows.run(x, replace(inputs, read_rows=read))
+        hidden = empty_like(found, (len(inputs.positions), found.shape[1]))
+        hidden[read.rows] = found
+        return hidden
 
     def layer_inputs(self, batch: ForwardBatch, cache: KVCache) -> LayerInputs:
         """Return the inputs of a layer program in a step, with rotary tables as long as the step needs."""
@@ -209,16 +246,22 @@ class Decoder:
             batch.state_rows, token_ids=batch.token_ids,
         )
 
-    def start_timing(self) -> ProgramTimer:
+    def start_timing(self) -> list[ProgramTimer]:
         """Time each op of the layers, until `stop_timing` gets the result; between two steps, like that one."""
-        timer = ProgramTimer(self._programs[0])
-        self._programs[0] = timer.timed
-        return timer
+        timers = [ProgramTimer(each) for each in self._programs[:2] if each is not None]
+        self._use_programs(*(each.timed for each in timers))
+        return timers
 
-    def stop_timing(self, timer: ProgramTimer) -> list[OpTime]:
+    def stop_timing(self, timers: list[ProgramTimer]) -> list[OpTime]:
         """Return the seconds of each op since `start_timing`, in their order."""
-        self._programs[0] = timer.untimed
-        return timer.stop()
+        self._use_programs(*(each.untimed for each in timers))
+        seconds = dict[tuple[str, str], float]()
+        for time in (each for timer in timers for each in timer.stop()):
+            seconds[time.name, time.kind] = seconds.get((time.name, time.kind), 0.0) + time.seconds
+        return [OpTime(*op, total) for op, total in seconds.items()]
+
+    def _use_programs(self, whole: Program, of_read_rows: Program | None = None) -> None:
+        self._programs = self._programs._replace(whole=whole, of_read_rows=of_read_rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [num_rows, vocab_size or labels] of hidden states [num_rows, hidden_size].

@@ -63,6 +63,7 @@ class DraftModel:
     error, it is logged, and no row has drafts from then on; a head with ranks fails the step.
     """
 
+    reads_hidden = False
     max_pending = MAX_PENDING  # known tokens that the target has not computed, of a row that drafts
 
     def __init__(
@@ -237,6 +238,7 @@ class HeadDrafter(DraftModel):
     Where it is of another token, the state counts as zeros: at position 0, and after a prefix hit inside of a block.
     """
 
+    reads_hidden = True
     max_pending = 1
 
     def __init__(

@@ -162,6 +162,7 @@ class LimitedDrafter:
         self, method: DraftModel, lengths: AdaptiveLength, max_drafts: int, batch: PersistentBatch
     ) -> None:
         self._method, self._lengths, self._max_drafts = method, lengths, max_drafts
+        self.reads_hidden = method.reads_hidden
         max_rows, self._max_len = batch.token_ids.shape
         self._is_beam = np.zeros(max_rows, dtype=bool)
 
@@ -199,6 +200,8 @@ class LookupDrafter:
     A lookup costs almost nothing and finds drafts for few rows, so it runs first, and the lengths are chosen for the
     rows that it found drafts for. Beams have no drafts.
     """
+
+    reads_hidden = False
 
     def __init__(self, lookup: Lookup, lengths: AdaptiveLength) -> None:
         self._lookup, self._lengths = lookup, lengths

@@ -35,6 +35,7 @@ from quire.kernels.cpp.dtypes import kernel_dtype, pair
 from quire.kernels.layers import Linear
 from quire.kernels.low_rank import AdapterWeights, LowRankLayer, Up
 from quire.kernels.program import Activations, LayerInputs, Op, OpTime, Program, live_after
+from quire.kernels.read_rows import ReadRowsOp
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ def fuse(program: Program) -> Program:
     numbered = zip(program.ops, live_after(program.ops, program.result), strict=True)
     for is_known, group in groupby(numbered, key=lambda pair: _is_known(pair[0])):
         stretch, alive = zip(*group, strict=True)
-        fused += [FusedOps(stretch, alive[-1], dtype)] if is_known else stretch
-    _log_unknown([op.name for op in program.ops if not _is_known(op)])
+        parts = [op.fused(fuse) if isinstance(op, ReadRowsOp) else op for op in stretch]
+        fused += [FusedOps(stretch, alive[-1], dtype)] if is_known else parts
+    _log_unknown([op.name for op in program.ops if not isinstance(op, ReadRowsOp) and not _is_known(op)])
     return Program(tuple(fused), program.result)
 
 
