@@ -32,6 +32,18 @@ inline void store_outputs(const Linear<T>& op, long row, long first, Floats valu
         store_some(static_cast<T*>(op.out) + at, values, count);
 }
 
+// Ask for the cache lines that some rows x strips of outputs are written to.
+template <typename T>
+[[gnu::always_inline]] inline void fetch_outputs(const Linear<T>& op, long row, long num_rows, long strip, long num_strips) {
+    constexpr long LINE = 64;
+    const long each = op.is_gated() ? 2 : 1, size = static_cast<long>(op.out_is_float ? sizeof(float) : sizeof(T));
+    const long first = strip / each * STRIP * size, end = (strip + num_strips) / each * STRIP * size;
+    for (long r = 0; r < num_rows; r++) {
+        const char* outputs = static_cast<const char*>(op.out) + (row + r) * op.out_stride * size;
+        for (long at = first; at < end; at += LINE) __builtin_prefetch(outputs + at, 1);
+    }
+}
+
 // Call work(first output, number of outputs, index of their first strip, from strip to strip) for the outputs of some strips of
 // sums, one after the other: of a gated layer for those of gates and then for those of ups, which come after all gates.
 template <typename T, typename Work>

@@ -2,7 +2,8 @@
 //
 // A thread takes some rows and some strips. Few rows are bound by reading: their weights pass by once, front to back. More
 // are bound by multiplying: they take some inputs at a time, whose weights stay in the cache while the rows pass by. Sums
-// are put down in between and taken up again, the same numbers.
+// are put down in between and taken up again, the same numbers. Rows are finished right behind their last sums, while which the
+// lines of their outputs are fetched: else each store waits for memory.
 #pragma once
 
 #include "thread_pool.hpp"
@@ -23,7 +24,7 @@ constexpr int strips_beside(long rows) {
     return most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
-// Finish a block of sums, [row][strip][16].
+// Finish a block of sums, [row][strip][16], or some rows of it.
 template <typename T>
 void finish_block(const Linear<T>& op, long row, long num_rows, long strip, long num_strips, float* sums) {
     if (op.has_addends()) add_addends(op, row, num_rows, strip, num_strips, {sums, SUMS_STRIDE, STRIP});
@@ -82,9 +83,14 @@ struct VectorBlock {
                 const long end = std::min(first + width, num_strips), count = std::min(at_once, words - word);
                 const StripWords<T> piece = weights.of(strip + first, end - first, word, count);
                 FetchWords<T> fetch = after(first, width, words, word, at_once, groups * ((count + STEPS_BETWEEN - 1) / STEPS_BETWEEN));
-                in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) { add<rows>(top, first, end, piece, word, count, fetch); });
+                const bool is_last = end == num_strips && word + count == words && !op.has_addends();
+                in_groups<MAX_ROWS>(num_rows, [&](auto rows, long top) {
+                    if (is_last) fetch_outputs(op, row + top, rows, strip, num_strips);
+                    add<rows>(top, first, end, piece, word, count, fetch);
+                    if (is_last) finish_block(op, row + top, rows, strip, num_strips, sums + top * SUMS_STRIDE);
+                });
             }
-        finish_block(op, row, num_rows, strip, num_strips, sums);
+        if (op.has_addends()) finish_block(op, row, num_rows, strip, num_strips, sums);
     }
 
 private:
@@ -148,20 +154,21 @@ const Factor<T>* factors_of(const Linear<T>& op, long& stride) {
 
 // Share a layer out in blocks: compute(row, num_rows, strip, num_strips, memory for their sums), and, if it takes one more
 // argument, the first strip of what the thread computes next, or -1. For that a thread takes its next chunk early, so that
-// chunks of few rows are single blocks.
+// chunks of few rows are single blocks. Chunks of the same rows follow each other: those stay in the cache while weights pass by.
 template <typename T, typename Compute>
 void share_blocks(const Linear<T>& op, long strip_bytes, Compute&& compute) {
     constexpr bool looks_ahead = std::is_invocable_v<Compute, long, long, long, long, float*, long>;
     const long strips = layer_strips(op), row_blocks = (op.num_rows + FEW_ROWS - 1) / FEW_ROWS;
     const bool is_early = looks_ahead && op.num_rows > MAX_ROWS;
     const long width = is_early && row_blocks == 1 ? FEW_STRIPS : rounded_up(strips_at_once(strips, strip_bytes), FEW_STRIPS);
-    share(row_blocks * ((strips + width - 1) / width), [&](Chunks& chunks) {
+    const long strip_blocks = (strips + width - 1) / width;
+    share(row_blocks * strip_blocks, [&](Chunks& chunks) {
         static thread_local Aligned<float> scratch;
         float* sums = scratch.at_least(FEW_ROWS * SUMS_STRIDE);
         if (op.low_rank && op.low_rank->num_left > 0) multiply_down(op);
-        const auto first_strip = [&](long i) { return i < chunks.count() ? i / row_blocks * width : -1; };
+        const auto first_strip = [&](long i) { return i < chunks.count() ? i % strip_blocks * width : -1; };
         for (long i = chunks.take(), after; i < chunks.count(); i = after) {
-            const long block = i % row_blocks, row = op.num_rows * block / row_blocks;
+            const long block = i / strip_blocks, row = op.num_rows * block / row_blocks;
             const long num_rows = op.num_rows * (block + 1) / row_blocks - row;
             const long end = std::min(first_strip(i) + width, strips);
             after = -1;
