@@ -84,6 +84,11 @@ class Engine(ABC):
     def _wait_for_first_token(self) -> None: ...
 
     @property
+    def pid(self) -> int:
+        """The process that was started."""
+        return self._process.pid
+
+    @property
     def cpu_s(self) -> float:
         """CPU seconds used so far."""
         return cpu_s(self._process.pid)
