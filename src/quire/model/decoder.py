@@ -268,7 +268,8 @@ class Decoder:
 
         They are defined until the next call, which may write over them; the caller may change them.
         """
-        hidden = self.untapped(hidden)
+        if hidden.shape[1] != self.spec.hidden_size:
+            hidden = self.untapped(hidden)
         if self._classifier is not None:
             hidden = self._classifier(hidden)
         logits = self.head_sums(hidden)
@@ -280,8 +281,7 @@ class Decoder:
 
     def untapped(self, hidden: Tensor) -> Tensor:
         """Return hidden states [num_rows, hidden_size] without the columns of tapped layers."""
-        width = self.spec.hidden_size
-        return hidden if hidden.shape[1] == width else contiguous(hidden[:, :width])
+        return contiguous(hidden[:, : self.spec.hidden_size])
 
     @property
     def head_bytes(self) -> int:
