@@ -220,9 +220,9 @@ def test_k_drafts_take_k_passes(monkeypatch: pytest.MonkeyPatch, watch: Watch) -
     """The first computes the tokens of the step, too: prompts, chunks of them, verified drafts of some rows."""
     passes, steps, forward, draft = [0], list[tuple[int, int]](), DraftModel._forward, DraftModel.draft
 
-    def counted_pass(model: DraftModel, batch: ForwardBatch, before: Tensor | None) -> Tensor:
+    def counted_pass(model: DraftModel, batch: ForwardBatch, before: Tensor | None, sequences: IntArray) -> Tensor:
         passes[0] += 1
-        return forward(model, batch, before)
+        return forward(model, batch, before, sequences)
 
     def counted(model: DraftModel, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
         passes[0] = 0
