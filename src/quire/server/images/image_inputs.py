@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_FETCHES = 4                 # at a time, each with an image in memory until it is decoded
 PIXEL_BYTES = 4                 # decoded: Pillow's RGB has as many as its RGBA
-DIGEST_BYTES = 1 << 20          # past this the digest is taken in a thread: 0.5 ms on an AMD EPYC (Zen 5)
+DIGEST_BYTES = 1 << 20          # past this the digest is taken in a thread: 0.5 ms on an AMD EPYC (Zen 4)
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 DETAILS = ("auto", "low", "high", "original")
 _MAX_HEAD_CHARS = 128
