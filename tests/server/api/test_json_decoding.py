@@ -133,18 +133,32 @@ def test_bounds_are_exact_wherever_slices_end(slice_bytes: int, monkeypatch: pyt
 def test_only_long_strings_are_decoded_at_once(value: str, is_at_once: bool) -> None:
     raw = f'{{"a": {value}, "b": [{{}}]}}'.encode()
     msgspec.json.decode(raw)
-    found = json_decoding.most_values_beside_strings(raw)
+    found, depth = json_decoding.bounds_beside_strings(raw)
+    assert not is_at_once or 2 <= depth <= 3
     assert (found <= json_decoding.SLICE_VALUES) == is_at_once
     assert not is_at_once or 0 <= found - size(msgspec.json.decode(raw))[1] < 1_100
 
 
-def test_values_beside_strings_are_never_counted_too_low() -> None:
+def test_bounds_beside_strings_are_never_too_low() -> None:
     for raw in texts(3, 1000):
         try:
-            expected = size(msgspec.json.decode(raw))[1]
+            depth, num_values = size(msgspec.json.decode(raw))
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-        assert json_decoding.most_values_beside_strings(raw) >= expected, raw
+        most_values, most_depth = json_decoding.bounds_beside_strings(raw)
+        assert most_values >= num_values, raw
+        assert most_depth >= depth, raw
+
+
+def test_depth_beside_strings_is_that_of_a_conversation() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "[{"}]}] * 200
+    assert json_decoding.bounds_beside_strings(json.dumps({"messages": messages}).encode())[1] < 10
+
+
+@pytest.mark.parametrize("raw", [b"{]", b'{"a": 1]', b"[}", b"[1}", b'{"a": [1}}'])
+def test_brackets_of_two_kinds_are_no_json(raw: bytes) -> None:
+    with pytest.raises(JsonError, match="malformed"):
+        run_at_once(decoded(raw, ("a",), NO_LIMIT, NO_LIMIT))
 
 
 def test_text_with_too_many_values_is_refused_before_it_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:

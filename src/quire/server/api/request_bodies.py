@@ -23,9 +23,10 @@ from quire.server.api.json_decoding import (
     Slices,
     TooDeepError,
     TooManyValuesError,
+    bounds_beside_strings,
+    check_size,
     decoded,
     loads,
-    most_values_beside_strings,
 )
 from quire.server.errors import invalid, unsupported
 from quire.server.http.application import CLIENT_ID
@@ -64,6 +65,9 @@ _WORDS = {
 }
 
 _MAX_NAMES_LOGGED = 8
+_JSON_ERRORS = (
+    msgspec.DecodeError, JsonError, TooDeepError, TooManyValuesError, UnicodeDecodeError, RecursionError,
+)  # fmt: skip
 
 
 class Strict(BaseModel):
@@ -159,9 +163,9 @@ async def read_body(request: Request, body_type: type[B]) -> B:
     """
     service: Service = request.app.state.service
     raw = await _raw(request)
-    num_values = _most_values(raw) if len(raw) <= SLICE_BYTES else most_values_beside_strings(raw)
-    if num_values <= SLICE_VALUES:
-        return _body_of(_object(raw, num_values, body_type, service.options), body_type, service.options)
+    bounds = _bounds(raw) if len(raw) <= SLICE_BYTES else bounds_beside_strings(raw)
+    if bounds[0] <= SLICE_VALUES:
+        return _body_of(_object(raw, *bounds, service.options), body_type, service.options)
     async with service.decode_lanes.slot(request.scope[CLIENT_ID], is_long=len(raw) > LONG_BYTES):
         given = await run_sliced(_object_in_slices(raw, body_type, service.options))
         await asyncio.sleep(0)
@@ -178,7 +182,7 @@ async def read_field_names(request: Request) -> tuple[bytes, set[str]]:
 
 def decode_body(raw: bytes, body_type: type[B], limits: Limits = DEFAULT_LIMITS) -> B:
     """Return the fields of a body at once, or raise as `read_body`."""
-    return _body_of(_object(raw, _most_values(raw), body_type, limits), body_type, limits)
+    return _body_of(_object(raw, *_bounds(raw), limits), body_type, limits)
 
 
 async def _raw(request: Request) -> bytes:
@@ -190,19 +194,20 @@ async def _raw(request: Request) -> bytes:
     return raw
 
 
-def _most_values(raw: bytes) -> int:
-    """Return how many strings, lists and objects a text has at most."""
-    return raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
+def _bounds(raw: bytes) -> tuple[int, int]:
+    """Return at most how many strings, lists and objects a text has, and at most how deep it is."""
+    num_values = raw.count(b"[") + raw.count(b"{") + raw.count(b'"') // 2
+    return num_values, num_values
 
 
-def _object(raw: bytes, num_values: int, body_type: type[B], limits: Limits) -> dict[str, Any]:
-    """Return the JSON object of a body with at most so many values."""
-    if num_values > limits.max_json_depth or num_values > limits.max_json_values:
-        return run_at_once(_object_in_slices(raw, body_type, limits))
+def _object(raw: bytes, num_values: int, depth: int, limits: Limits) -> dict[str, Any]:
+    """Return the JSON object of a body with at most so many values, and at most so deep."""
     try:
+        if depth > limits.max_json_depth or num_values > limits.max_json_values:
+            run_at_once(check_size(raw, limits.max_json_depth, limits.max_json_values))
         given = loads(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    except _JSON_ERRORS as error:
+        _refuse_json(error)
     return given if isinstance(given, dict) else _refuse_other(given)
 
 
@@ -211,13 +216,17 @@ def _object_in_slices(raw: bytes, body_type: type[B], limits: Limits) -> Slices[
     wanted = body_type.model_fields.keys() | body_type.OTHERS.unsupported.keys()
     try:
         given = yield from decoded(raw, wanted, limits.max_json_depth, limits.max_json_values)
-    except TooDeepError as error:
-        invalid(f"the body is {error} (max_json_depth)", code="invalid_json")
-    except TooManyValuesError as error:
-        invalid(f"the body has {error} (max_json_values)")
-    except (msgspec.DecodeError, JsonError, UnicodeDecodeError, RecursionError) as error:
-        invalid(f"the body is not valid JSON: {error}", code="invalid_json")
+    except _JSON_ERRORS as error:
+        _refuse_json(error)
     return given if isinstance(given, dict) else _refuse_other(given)
+
+
+def _refuse_json(error: Exception) -> NoReturn:
+    if isinstance(error, TooDeepError):
+        invalid(f"the body is {error} (max_json_depth)", code="invalid_json")
+    if isinstance(error, TooManyValuesError):
+        invalid(f"the body has {error} (max_json_values)")
+    invalid(f"the body is not valid JSON: {error}", code="invalid_json")
 
 
 def _refuse_other(given: object) -> NoReturn:
