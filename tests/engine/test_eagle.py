@@ -34,6 +34,7 @@ from quire.model.weights import WeightReader
 from quire_lab.sim.hardware import Hardware
 from quire_lab.sim.models import read_draft_model, read_model
 from quire_lab.sim.planning import plan_memory
+from support.answers import answers_of
 from support.every_way import CASES, ISAS, VOCAB_SIZE, asked, check_all_at_once
 from support.head_drafts import (  # noqa: F401 (fixtures)
     Acceptance,
@@ -148,6 +149,20 @@ def test_answers_with_the_head_s_own_drafts(
     (prompts, params), (target, head) = asked(), folders_of("llama")
     expected = answers(target, params, prompts, **settings)
     assert answers(target, params, prompts, speculative_config=drafts_of(head), **settings) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.usefixtures("as_many_as_possible", "drafts")
+def test_drafts_behind_sleep_are_those_before(folders_of: Callable[[str], tuple[Path, Path]], level: int) -> None:
+    (prompts, params), (target, head) = asked(), folders_of("llama")
+    settings = {"max_model_len": 160, "enable_sleep_mode": True}
+    with LLM(target, speculative_config=drafts_of(head), **settings) as llm:
+        found = []
+        for _ in range(2):
+            found.append([answers_of(each) for each in llm.generate(prompts, params, use_tqdm=False)])
+            llm.sleep(level=level)
+            llm.wake_up()
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")

@@ -137,7 +137,7 @@ class Decoder:
         self._unfused = [program]            # the last one is of steps with images
         if merging is not None and merging.deep_layers:
             self._unfused.append(with_added_rows(program, spec.hidden_size, len(merging.deep_layers)))
-        self._programs = self._fused(can_cut=ranks is None and self.back_end.library is NUMPY_LIBRARY)
+        self._programs = self._fused(self._unfused, can_cut=ranks is None and self.back_end.library is NUMPY_LIBRARY)
         project = None if shapes.project_out is None else weights.linear(shapes.project_out)
         self._classifier = None if shapes.classifier is None else ClassifierLayer(spec, shapes, weights.unprefixed())
         head = _head(spec, shapes.head, tokens, weights, ranks) if spec.has_head else None
@@ -148,15 +148,16 @@ class Decoder:
     def tap_layers(self, layers: Sequence[int]) -> None:
         """Let `forward` return the streams in front of some layers, too: columns behind those of the hidden states.
 
-        `num_layers` is the place behind the last layer, before the final norm.
+        `num_layers` is the place behind the last layer, before the final norm. A second call replaces the first one:
+        weights that a sleep keeps get their head again.
         """
         width, num_layers = self.spec.hidden_size, self.spec.num_layers
-        self._unfused = [with_taps(program, width, layers, num_layers) for program in self._unfused]
-        self._programs = self._fused(can_cut=False)  # all rows are read
+        tapped = [with_taps(program, width, layers, num_layers) for program in self._unfused]
+        self._programs = self._fused(tapped, can_cut=False)  # all rows are read
 
-    def _fused(self, *, can_cut: bool) -> LayerPrograms:
+    def _fused(self, programs: Sequence[Program], *, can_cut: bool) -> LayerPrograms:
         fuse = self.back_end.fuse
-        fused, cut = [fuse(each) for each in self._unfused], of_read_rows(self._unfused[0]) if can_cut else None
+        fused, cut = [fuse(each) for each in programs], of_read_rows(programs[0]) if can_cut else None
         return LayerPrograms(fused[0], None if cut is None else fuse(cut), fused[-1])
 
     @property

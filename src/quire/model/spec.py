@@ -522,7 +522,7 @@ class Eagle:
     of the token before, side by side.
     """
 
-    taps: tuple[int, ...]              # ascending; empty: those of the target's depth, as `taps_of_depth`
+    taps: tuple[int, ...]              # ascending; empty: those of the target's depth, by `fitted`
     num_taps: int
     target_size: int
     num_drafted: int                   # rows of its head: tokens that it drafts
