@@ -498,6 +498,14 @@ def test_heads_that_do_not_fit_are_refused(
     assert f"speculative_config: EAGLE-3 head '{folder}'" in str(raised.value)
 
 
+def test_plan_names_a_head_that_does_not_fit(tmp_path: Path, folders_of: Callable[[str], tuple[Path, Path]]) -> None:
+    folder, model = write_folder(tmp_path, PLAIN | {"vocab_size": 95}, {}), read_model(str(folders_of("llama")[0]))
+    options = EngineOptions(spec_method="eagle3", spec_model=str(folder))
+    told = f"speculative_config: EAGLE-3 head '{folder}': its vocabulary has 95 tokens, that of the model 96"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        read_draft_model(model, options)
+
+
 def test_settings_and_tokens_that_a_head_does_not_have_are_refused(
     tmp_path: Path, folders_of: Callable[[str], tuple[Path, Path]]
 ) -> None:

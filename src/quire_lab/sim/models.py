@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.core.errors import ConfigError
+from quire.core.errors import ConfigError, ModelError
 from quire.engine.formats import read_source
 from quire.engine.options import EngineOptions
 from quire.model.config import resolved_dtype, spec_from_config
@@ -118,9 +118,13 @@ def read_draft_model(target: FoundModel, options: EngineOptions) -> FoundModel |
     if config is None or config.model is None:
         return None
     if config.method == "eagle3":
-        source = read_eagle(resolve_model(config.model, files=("*.json",)))
+        try:
+            source = read_eagle(resolve_model(config.model, files=("*.json",)))
+            spec = fitted(source.spec, target.spec)
+        except (ConfigError, ModelError) as error:
+            raise type(error)(f"speculative_config: EAGLE-3 head {config.model!r}: {error}") from error
         found = source.quantization(asked if asked.rounds_draft_model(UNQUANTIZED) else QuantizationOptions())
-        return FoundModel(config.model, fitted(source.spec, target.spec), target.dtype, source.path, found)
+        return FoundModel(config.model, spec, target.dtype, source.path, found)
     stored = read_model(config.model, target.dtype)
     return read_model(config.model, target.dtype, asked) if asked.rounds_draft_model(stored.quantization) else stored
 
