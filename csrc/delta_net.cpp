@@ -33,7 +33,7 @@ private:
     long key_head_, group_;
     float *query_, *key_, *value_, *decay_, *share_, *decayed_key_, *out_, *tiles_;
 
-    static long num_decays(const DeltaNet<T>& op) { return op.has_row_decays ? op.key_dim : 1; }  // of a value head
+    static long num_decays(const DeltaNet<T>& op) { return op.has_row_decays ? op.key_dim : 1; }  // a value head's
     static long num_channels(const DeltaNet<T>& op) { return 2 * op.num_key_heads * op.key_dim + op.num_value_heads * op.value_dim; }
 
     // Tiles of all heads where there are several blocks, else one, which is used again.

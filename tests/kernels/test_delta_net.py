@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 Spec = DeltaNetSpec | MambaSpec
-Inputs = tuple[Tensor, ...]  # of a sequence: of a gated delta net, or x of a Mamba-2
+Inputs = tuple[Tensor, ...]  # a sequence's: those of a gated delta net, or x of a Mamba-2
 
 
 def make_spec(heads: DeltaHeads = HEADS, taps: int = 4) -> DeltaNetSpec:
@@ -135,7 +135,7 @@ def in_float64(spec: DeltaNetSpec, inputs: Inputs) -> NDArray[np.float64]:
         each.double().numpy() for each in (spec.conv_weight, spec.rate, spec.rate_bias, spec.norm_weight)
     )
     z, bias = z.reshape(-1, heads.num_value_heads, heads.value_dim), bias.reshape(heads.num_value_heads, -1)
-    decays = decays.reshape(-1, *bias.shape)  # of each head, or of each row of its state
+    decays = decays.reshape(-1, *bias.shape)  # one for each head, or for each row of its state
     padded = np.concatenate([np.zeros((spec.taps - 1, heads.channels)), u])
     sums = sum(weight[tap] * padded[tap : tap + len(u)] for tap in range(spec.taps))
     keys, group = heads.num_key_heads * heads.key_dim, heads.num_value_heads // heads.num_key_heads

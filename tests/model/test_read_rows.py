@@ -63,7 +63,7 @@ def test_rows_that_are_read_have_the_bits_of_a_step_that_reads_all(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ops_behind_the_last_that_keeps_something_are_for_rows_that_are_read(name: str, tmp_path: Path) -> None:
     config, last = CONFIGS[name]
-    back_end = choose_back_end(torch.device("cpu"), "torch")  # of single ops
+    back_end = choose_back_end(torch.device("cpu"), "torch")  # its programs are single ops
     program = load_model(write_random_folder(tmp_path / name, config), back_end=back_end)._programs.whole
     cut = of_read_rows(program)
     assert cut is not None

@@ -116,7 +116,7 @@ class _ScopeKeys(dict[Scope, bytes]):
 
 
 class StoredStates:
-    """Where the states of a cache are among stored blocks."""
+    """Places of the states of a cache among stored blocks."""
 
     def __init__(self, cache: "KVCacheManager", parts: StateParts) -> None:
         self._tree, self.parts = cache.prefixes.snapshots, parts

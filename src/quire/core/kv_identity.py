@@ -59,8 +59,8 @@ class StateParts(NamedTuple):
     In the cache a part has a number as blocks have, behind those of the blocks.
     """
 
-    num_blocks: int = 0   # of the cache
-    num_parts: int = 0    # of a state; 0: the model keeps none
+    num_blocks: int = 0   # the cache's
+    num_parts: int = 0    # a state's; 0: the model keeps none
 
     def numbers(self, slot: int, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the numbers of parts [start, stop) of the state in a slot."""

@@ -125,7 +125,7 @@ class OpenSession(msgspec.Struct, tag="open_session", array_like=True, frozen=Tr
     number: int
     request_id: int     # the request is about to be added
     folder: str
-    num_blocks: int     # of tokens in the store; 0: there is none
+    num_blocks: int     # blocks of tokens in the store; 0: there is none
     identity: str       # `KVIdentity.as_json`
 
 

@@ -70,7 +70,7 @@ class EagleHead(DraftHead):
 
     @property
     def frequencies(self) -> dict[Rotary, Array]:
-        """Those of the head's own rotary embedding."""
+        """As in `Decoder`, of the head's own rotary embedding."""
         return self._tally.frequencies
 
     def states(self, hidden: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class MtpHead(DraftHead):
 
     @property
     def frequencies(self) -> dict[Rotary, Array]:
-        """Those of the target."""
+        """As in `Decoder`: the target's."""
         return self._target.frequencies
 
     def states(self, hidden: Tensor) -> Tensor:

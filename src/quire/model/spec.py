@@ -515,7 +515,7 @@ class LayerInput:
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """What an EAGLE-3 head (Li et al. 2025) has beside its layers, and the target that it was trained for.
+    """Parts of an EAGLE-3 head (Li et al. 2025) beside its layers, and the target that it was trained for.
 
     It reads streams of the target in front of the layers `taps`, of `target_size` columns each, projected to one
     hidden state. The first layer's attention reads the normalized embedding of a token and the normalized hidden state

@@ -23,7 +23,7 @@ EXPERTS = replace(
     stacked_names={},
 )
 DENSE_PARTS = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
-MAX_POSITION = 1_048_576  # of configs that name none
+MAX_POSITION = 1_048_576  # where a config names none
 
 
 def kimi_linear(config: ConfigReader) -> DecoderSpec:
