@@ -37,7 +37,7 @@ class Drafter(Protocol):
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether it reads hidden states of all of a step's tokens."""
+        """Return whether it reads hidden states of all of a step's tokens."""
 
     def apply(self, plan: StepPlan) -> None:
         """Reset the state of each new row of a plan. The batch has the plan's changes already."""

@@ -674,7 +674,7 @@ class DecoderSpec:
 
     @property
     def is_draft_head(self) -> bool:
-        """Whether it is a head that reads hidden states of a target."""
+        """Return whether it is a head that reads hidden states of a target."""
         return self.is_mtp or self.eagle is not None
 
     @property

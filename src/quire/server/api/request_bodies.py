@@ -158,8 +158,8 @@ def schema_of(body_type: type[BaseModel]) -> Schema:
 async def read_body(request: Request, body_type: type[B]) -> B:
     """Return the body of a request. ApiError, or InvalidRequestError, names the first invalid field.
 
-    A large body is decoded in slices, one per lane and iteration of the event loop, clients in rotation; not one that
-    is large by long strings, as of an image.
+    A large body is decoded in slices, one per lane and iteration of the event loop, clients in rotation. One that is
+    large by long strings, such as an image, is decoded at once.
     """
     service: Service = request.app.state.service
     raw = await _raw(request)
