@@ -34,11 +34,11 @@ NUM_WAITING = 20
 Answer = Callable[[BaseHTTPRequestHandler, Json], None]
 
 
-def says(body: Json, status: int = 200) -> Answer:
+def says(body: Json | bytes, status: int = 200) -> Answer:
     """Return an answer."""
 
     def answer(handler: BaseHTTPRequestHandler, _: Json) -> None:
-        content = json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(content)))
@@ -179,6 +179,18 @@ def test_what_is_no_request_is_the_decode_servers_to_refuse() -> None:
             assert decode.asked.pop()[1] in (wrong, 3)
         assert prefill.asked == []
         assert count(router, "refused") == 3
+
+
+@pytest.mark.parametrize(
+    "answer", [b"[" * 100_000, b'{"kv_transfer_params": "\xff"}', b"{]"], ids=["deep", "no UTF-8", "no JSON"]
+)
+def test_answer_of_a_prefill_server_that_cannot_be_read_is_none(answer: bytes) -> None:
+    with stubs(says(answer), says({"id": "whole"})) as (prefill, decode), routing(
+        [prefill.url], [decode.url]
+    ) as router:
+        found = router.post("/v1/completions", {"prompt": PROMPT})
+        assert (found.status_code, found.json()) == (200, {"id": "whole"})
+        assert count(router, "refused") == len(prefill.asked) == 1
 
 
 def test_several_prompts_never_go_with_the_ticket_of_one() -> None:

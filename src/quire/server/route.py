@@ -43,6 +43,7 @@ _ASKED = {
 }  # fmt: skip
 # Fields of the answer, and what a single token has no room for.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "deadline_ms")
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class RouteApp:
             return
         try:
             fields = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except _NO_JSON:
             fields = None
         way, params = await self._prefilled(scope, fields)
         self.counts[way] += 1
@@ -291,7 +292,7 @@ def _params_of(answer: bytes) -> dict[str, Any] | None:
     """Return the field of a prefill server's answer, if it has one."""
     try:
         params = msgspec.json.decode(answer).get("kv_transfer_params")
-    except (msgspec.DecodeError, AttributeError):
+    except (*_NO_JSON, AttributeError):
         return None
     return params if isinstance(params, dict) and params else None
 
