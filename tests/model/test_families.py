@@ -1122,7 +1122,7 @@ SUMMED = [
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", SUMMED)
 def test_ranks_that_add_partial_sums_agree_with_transformers(
-    case: str, num_ranks: int, checkpoint: Checkpoint, paged_runner: Callable
+    case: str, num_ranks: int, checkpoint: Checkpoint, paged_runner: Callable, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of 6 heads and 2 KV heads, and 3 heads; fused or by single ops they have the same bits, and again."""
     reference, folder = make_reference(*CASES[case]), checkpoint(case)
@@ -1146,3 +1146,4 @@ def test_ranks_that_add_partial_sums_agree_with_transformers(
     torch.testing.assert_close(found.log_softmax(dim=-1), logprobs_of(reference, tokens), rtol=0, atol=TOLERANCE)
     rounded = run(cpp, "bfloat16")
     assert torch.equal(run(cpp, "bfloat16"), rounded)
+    assert "not used" not in caplog.text

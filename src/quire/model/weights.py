@@ -290,6 +290,8 @@ class WeightReader:
                 f"them ends at input {cut}; use --tensor-parallel-mode gather"
             )
         bias = self._read_biases(modules) if shape.has_bias and has_bias else None
+        if shape.has_bias and not has_bias:  # rank 0 adds it
+            self._tensors.names_read.update(f"{each.module}.bias" for each in modules)
         part = self._library.weight(weight.take_inputs(start, stop), self.device)
         layer = self.back_end.linear(part, self._taken_bias(bias), dtype=dtype)
         self._tally_layer(layer, sum(shape.num_rows) * (stop - start))
