@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -25,6 +26,7 @@ from quire.engine.messages import EngineDeadError
 from quire.engine.metrics.engine_metrics import RETRY_AFTER_S
 
 INVALID = "invalid_request_error"
+NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised by msgspec.json.decode
 MAX_QUOTED_CHARS = 200  # longest part of a URL in an error
 
 

@@ -23,7 +23,7 @@ import msgspec
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import ApiError, as_api_error, shutting_down
+from quire.server.errors import NO_JSON, ApiError, as_api_error, shutting_down
 from quire.server.http.application import RequestLog, RequestRecord, client_id_in
 from quire.server.http.relay import ClientGoneError, HeldBodies, Reply, relay, sent_headers, until_gone
 from quire.server.options import ServerOptions
@@ -43,7 +43,6 @@ _ASKED = {
 }  # fmt: skip
 # Fields of the answer, and what a single token has no room for.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "deadline_ms")
-_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 T = TypeVar("T")
@@ -189,7 +188,7 @@ class RouteApp:
             return
         try:
             fields = msgspec.json.decode(body)
-        except _NO_JSON:
+        except NO_JSON:
             fields = None
         way, params = await self._prefilled(scope, fields)
         self.counts[way] += 1
@@ -292,7 +291,7 @@ def _params_of(answer: bytes) -> dict[str, Any] | None:
     """Return the field of a prefill server's answer, if it has one."""
     try:
         params = msgspec.json.decode(answer).get("kv_transfer_params")
-    except (*_NO_JSON, AttributeError):
+    except (*NO_JSON, AttributeError):
         return None
     return params if isinstance(params, dict) and params else None
 

@@ -142,6 +142,12 @@ def test_errors_have_their_form(server: ServerProcess, path: str, body: Any, sta
     assert told in answer.json()["error"]
 
 
+@pytest.mark.parametrize("path", ["api/chat", "v1/chat/completions"])
+@pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"more": ' + b"[" * 100_000], ids=["no UTF-8", "deep"])
+def test_bodies_that_cannot_be_read_are_refused(server: ServerProcess, path: str, body: bytes) -> None:
+    assert httpx.post(f"{server.url}/{path}", content=body).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [(None, None), (5, 5.0), (0, 0.0), (-1, math.inf), ("-1", math.inf), ("5m", 300.0), ("1h30m", 5400.0), ("0", 0.0),

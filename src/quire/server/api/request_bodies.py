@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from starlette.requests import ClientDisconnect, Request
 
@@ -28,7 +27,7 @@ from quire.server.api.json_decoding import (
     decoded,
     loads,
 )
-from quire.server.errors import invalid, unsupported
+from quire.server.errors import NO_JSON, invalid, unsupported
 from quire.server.http.application import CLIENT_ID
 from quire.server.limits.fair_semaphore import run_at_once, run_sliced
 from quire.server.options import DEFAULT_LIMITS, MAX_ELEMENTS, Limits
@@ -65,9 +64,7 @@ _WORDS = {
 }
 
 _MAX_NAMES_LOGGED = 8
-_JSON_ERRORS = (
-    msgspec.DecodeError, JsonError, TooDeepError, TooManyValuesError, UnicodeDecodeError, RecursionError,
-)  # fmt: skip
+_JSON_ERRORS = (*NO_JSON, JsonError, TooDeepError, TooManyValuesError)
 
 
 class Strict(BaseModel):

@@ -15,7 +15,7 @@ from quire.engine.messages import Ready
 from quire.engine.metrics.step_ring import StepRing
 from quire.engine.processes.base_client import SingleEngine
 from quire.server.api.http_responses import json_response
-from quire.server.errors import engine_unhealthy, invalid
+from quire.server.errors import NO_JSON, engine_unhealthy, invalid
 from quire.server.http.application import check_operator
 from quire.server.inspect.replay import Operation, replay
 from quire.server.pages.page_routes import page
@@ -112,7 +112,7 @@ async def replay_operations(request: Request) -> Response:
         body = _decode_replay(raw)
     except msgspec.ValidationError as error:
         _refuse_field(error)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NO_JSON as error:
         invalid(f"the body is not valid JSON: {error}", code="invalid_json")
     return json_response(replay(body.operations))
 

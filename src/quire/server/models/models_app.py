@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.core.errors import ModelError
 from quire.core.version import __version__
 from quire.server.apis.messages.messages_bodies import error_body as messages_error_body
-from quire.server.errors import ApiError, as_api_error, invalid, shutting_down
+from quire.server.errors import NO_JSON, ApiError, as_api_error, invalid, shutting_down
 from quire.server.http.application import ApiKeys, RequestLog, RequestRecord, client_id_in, strip_root, with_cors
 from quire.server.http.relay import ClientGoneError, HeldBodies, Reply, relay, until_gone
 from quire.server.models.ollama import PREFIX, OllamaRoutes
@@ -155,7 +155,7 @@ class ModelsApp:
             asked = _decode_named(body).model
         except msgspec.ValidationError as error:
             invalid(f"the body must be an object, its model a text: {error}", param="model")
-        except msgspec.DecodeError as error:
+        except NO_JSON as error:
             invalid(f"the body is no valid JSON: {error}", code="invalid_json")
         if asked is not None:
             return self._served(asked)

@@ -18,7 +18,7 @@ from starlette.types import Send
 
 from quire.core.errors import ModelError
 from quire.core.model_files import read_json_object
-from quire.server.errors import ApiError, invalid
+from quire.server.errors import NO_JSON, ApiError, invalid
 from quire.server.models.model_process import ModelProcess
 from quire.server.models.ollama_forms import (
     AnswerForm,
@@ -155,7 +155,7 @@ class OllamaRoutes:
 def _decode(body: bytes, kind: type[Any]) -> Any:  # noqa: ANN401 (of the type)
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except NO_JSON as error:
         raise ApiError(400, f"the body is not what this route takes: {error}") from error
 
 

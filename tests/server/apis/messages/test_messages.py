@@ -11,6 +11,7 @@ from anthropic import Anthropic, APIStatusError
 from anthropic.types import Message
 
 from quire.engine.options import EngineOptions
+from quire.server.apis.messages import message_builder
 from support.calling_model import CITY, CallingModel, call_text, write_calling_model
 from support.openai_server import LIMIT_S, NAME, OpenAIServer, openai_server
 
@@ -123,6 +124,11 @@ def test_reasoning_is_a_block(client: Anthropic, model: CallingModel) -> None:
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     thinking = message.content[0].model_dump()
     assert (thinking["thinking"].strip(), thinking["signature"]) == ("Ulm, is it?", "")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1', '{"a":' * 100_000, "[1]"], ids=["cut", "deep", "list"])
+def test_arguments_that_are_no_object_are_left_out(text: str) -> None:
+    assert message_builder._object(text) == {}
 
 
 def test_cut_call_is_told_by_the_stop_reason(client: Anthropic, model: CallingModel) -> None:

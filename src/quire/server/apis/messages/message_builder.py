@@ -17,7 +17,7 @@ from quire.server.api.http_responses import encode
 from quire.server.api.preparation import ApiRequest
 from quire.server.apis.messages.cache_control import CacheUse
 from quire.server.apis.messages.messages_bodies import error_body
-from quire.server.errors import ApiError
+from quire.server.errors import NO_JSON, ApiError
 from quire.server.tools.call_reader import Arguments, CallBegan, CallEnded, Content, Event, Reasoning
 from quire.text.tokenizer import Tokenizer
 
@@ -221,6 +221,6 @@ def _object(text: str) -> Json:
     """Return the arguments of a call; those of one that was cut are no JSON, and left out."""
     try:
         value = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
+    except NO_JSON:
         return {}
     return value if isinstance(value, dict) else {}
