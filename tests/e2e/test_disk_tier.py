@@ -3,7 +3,6 @@
 import gc
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from support.server import ServerProcess, running_server
 pytestmark = pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 
 PROMPT = [3 + number * 7 % 280 for number in range(100)]
-LIMIT_S = 120.0
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)
 
 
@@ -108,9 +106,6 @@ def test_engines_find_after_a_restart_what_any_of_them_has_stored(tmp_path: Path
 
     with LLM(**sizes) as llm:
         expected = [answers_of(each) for each in outputs(llm, prompts)]
-        until_s = time.monotonic() + LIMIT_S
-        while llm.kv_stats().disk["written_blocks"] < 24:
-            assert time.monotonic() < until_s
     assert len([*tmp_path.glob("*/[01]/blocks")]) == 2
     for order in (1, -1):       # routed to one engine each time, and to the other
         with LLM(**sizes) as llm:
@@ -227,8 +222,6 @@ def test_chat_goes_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
             (explained,) = server.get(f"/v1/requests/{answer['id']}/explain").json()["prompts"]
             assert explained["num_disk_tokens"] == num_stored
             assert metric(server, "vllm:external_prefix_cache_hits_total") == num_stored
-            while not num_stored and metric(server, "quire:kv_disk_blocks", 'state="used"') < 6:
-                time.sleep(0.01)                                # an idle server goes on writing
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
     assert texts[0] == texts[1]

@@ -4,9 +4,9 @@ One thread reads commands from the inherited socket, the other runs steps. While
 handled between steps; otherwise the process sleeps until the next one. A report is sent after each step; if the server
 does not read, sending blocks, and so does the engine. Commands are always read, so the two processes cannot deadlock.
 
-The end of the stream means that the server has ended. There is nothing to save, so the process ends at once, also while
-it loads and during a step. SIGINT and SIGTERM are blocked from the start (`quire.engine.launcher`): the server handles
-them, drains, then closes the socket.
+The end of the stream means that the server ends. The process ends at once, also while it loads and during a step; while
+the server waits for it, once what is queued for the disk is written. SIGINT and SIGTERM are blocked from the start
+(`quire.engine.launcher`): the server handles them, drains, then closes the socket.
 """
 
 import gc
@@ -38,6 +38,7 @@ from quire.core.outputs import KVStats
 from quire.core.sequence import Request
 from quire.engine import messages
 from quire.engine.engine import NO_ADAPTERS, Engine
+from quire.engine.kv_disk import DRAIN_S, KVDisk
 from quire.engine.launcher import Start
 from quire.engine.messages import EngineState, Report
 from quire.engine.processes.liveness import Heartbeat, LayerCost, StallDetector
@@ -62,22 +63,24 @@ MAX_COMMANDS_PER_STEP = 512       # others handled between two steps: 3 to 4 ms 
 
 
 class Connection:
-    """Frames over a blocking socket. The end of the stream ends the process at once."""
+    """Frames over a blocking socket. The thread that reads finds the end of the stream, and ends the process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.exit_status = 0  # exit status of the process, when the stream has ended
-        self.on_end: Callable[[], None] = lambda: None  # called then, by either thread; must not block
-        self._socket, self._sending = connection, threading.Lock()
+        self.on_end: Callable[[], None] = lambda: None  # called before, by the thread that reads
+        self._socket, self._sending, self._server = connection, threading.Lock(), os.getppid()
         self._input = connection.makefile("rb")
 
     def send(self, report: Report) -> None:
         """Send a report; blocks while the server does not read."""
         message = frame(report)
-        try:
-            with self._sending:
-                self._socket.sendall(message)
-        except OSError:
-            self._end()
+        with suppress(OSError), self._sending:  # the thread that reads finds the end
+            self._socket.sendall(message)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return whether the server, which has closed the stream, waits for the end of a process without a fault."""
+        return not self.exit_status and os.getppid() == self._server
 
     def beat(self) -> None:
         """Send a heartbeat, unless it would have to wait: then a report has just been sent, or is not read."""
@@ -97,12 +100,8 @@ class Connection:
         except Exception:
             log.exception("commands cannot be read")
             self.exit_status = 1
-        self._end()
-
-    def _end(self) -> NoReturn:
-        """End the process without cleanup: the other thread may be in the middle of a step."""
         self.on_end()
-        os._exit(self.exit_status)
+        os._exit(self.exit_status)  # without cleanup: the other thread may be in the middle of a step
 
 
 _LEAVES_BLOCKS = (
@@ -410,7 +409,7 @@ def _serve_awake(
     gc.freeze()  # else a full collection looks through all that was loaded, in the middle of a step
     gc.enable()
     if assembled.engine.disk is not None:
-        connection.on_end = assembled.engine.disk.close_store
+        connection.on_end = partial(_finish_writing, connection, assembled.engine.disk)
     if assembled.engine.peers is not None:
         assembled.engine.peers.watch(lambda: commands.put(_PING))   # metrics tell of engines that come and go
     connection.send(report)
@@ -459,6 +458,17 @@ def _serve_asleep(
             gc.enable()
             sleeping.free()     # what a failure has left, and what loading took
             connection.send(messages.SleepReply(command, error))
+
+
+def _finish_writing(connection: Connection, disk: KVDisk) -> None:
+    """Close the store of a disk tier, once the thread of the steps has written what is queued.
+
+    It has DRAIN_S, and while the server is there to wait for it: another one may want the folder.
+    """
+    until_s = time.monotonic() + DRAIN_S
+    while disk.num_left and connection.is_awaited and time.monotonic() < until_s:
+        time.sleep(DISK_WAIT_S)
+    disk.close_store()
 
 
 def end_with(connection: Connection, error: Exception) -> None:
