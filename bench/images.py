@@ -48,6 +48,8 @@ LLAMA = {
     "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 4096,
 }  # fmt: skip
 SIDE, NUM_ROWS = 336, 576
+IN_TURN = ("later questions about one image", "later questions behind one text")  # as long, NUM_IN_TURN of each in turn
+NUM_IN_TURN = 60
 GGUF_TYPES = {"bfloat16": "bf16", "float16": "f16"}
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 ANSWER = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -266,7 +268,7 @@ def servers(files: Path, rounds: int, dtypes: list[str], llama_server: Path | No
         for name, command in commands.items():
             if name != "Quire" and llama_server is None:
                 continue
-            asked = ("first question", "next question", "after another image", "behind a text")
+            asked = ("first question", "next question", "after another image", "behind a text", *IN_TURN)
             seconds: dict[str, list[float]] = {each: [] for each in asked}
             of_cpu: dict[str, list[float]] = {each: [] for each in asked}
             with serving(command, port := ports[name]) as process:
@@ -284,6 +286,9 @@ def servers(files: Path, rounds: int, dtypes: list[str], llama_server: Path | No
                     time_one(asked[2], url, "Is it noise?")
                     send(asking(port, None, f"{known} {number}?"))
                     time_one(asked[3], None, f"{known} Which colours?")
+                for number in range(NUM_IN_TURN):
+                    time_one(IN_TURN[0], urls[0], f"And {number}?")
+                    time_one(IN_TURN[1], None, f"{known} And {number}?")
             for what in asked:
                 shown(f"{name}, {dtype}, {what}", seconds[what])
                 shown(f"{name}, {dtype}, {what}, CPU of all processes", of_cpu[what])
