@@ -115,7 +115,7 @@ wheel: ## build dist/: an sdist, and manylinux wheels for PYTHON and, by PYTHON3
 image: ## build the root of the Dockerfile's image in a folder, from the wheel in dist/, and serve from it by chroot (as root)
 	$(PYTHON) tools/try_image.py dist/quire-*.whl
 
-test: $(STAMP) ## run the tests in JOBS=3 processes (10 minutes on 2 cores)
+test: $(STAMP) ## run the tests in JOBS=3 processes (10 to 17 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "$(ORDINARY)" -n $(JOBS) $(BY_FILE) $(ARGS)
 
 test-without-torch: $(NOTORCH)/.set-up ## run the tests that tests/without_torch.txt names in an environment without PyTorch (3 minutes with its set-up)
