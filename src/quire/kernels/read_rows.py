@@ -25,7 +25,7 @@ from quire.kernels.program import (
     run_ops,
 )
 from quire.kernels.special_ops import DeltaNetOp, MambaOp, ShortConvOp
-from quire.kernels.tensors import take_rows
+from quire.kernels.tensors import Tensor, take_rows
 
 Fuse = Callable[[Program], Program]
 
@@ -33,9 +33,9 @@ Fuse = Callable[[Program], Program]
 class ReadRows(NamedTuple):
     """The rows of a step that are read: the last ones of each sequence."""
 
-    rows: NDArray[np.int64]          # [num_rows], ascending
-    entries: NDArray[np.int64]       # [num_seqs], the sequences that have some
-    query_starts: NDArray[np.int32]  # [num_seqs + 1], among the rows
+    rows: NDArray[np.int64]     # [num_rows], those of a sequence ascending
+    entries: NDArray[np.int64]  # [num_seqs], the sequences that have some
+    query_starts: Tensor        # [num_seqs + 1] int32, among the rows
 
     @classmethod
     def of(cls, query_starts: NDArray[np.int32], num_read: NDArray[np.int64]) -> "ReadRows":

@@ -3,14 +3,14 @@
 It reads a token's embedding and what the target has computed for the token before. MTP heads are in checkpoints of
 their targets, EAGLE-3 heads in folders of their own.
 
-No other layer reads the output of a token that nothing is drafted behind. The layers are therefore two programs: up to
-the last write of keys and values for all tokens of a step, and the rest for those with drafts.
+No other layer reads the output of a token that nothing is drafted behind, so what follows the last write of keys and
+values runs for the others alone (`quire.kernels.read_rows`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,52 +19,15 @@ from quire.core.arrays import Array
 from quire.kernels.back_end import BackEnd, require_ops
 from quire.kernels.layers import Linear
 from quire.kernels.linear_weight import StoredTable
-from quire.kernels.program import (
-    INPUT,
-    NO_OTHERS,
-    Activations,
-    LayerInputs,
-    LinearOp,
-    Program,
-    RotaryWriteOp,
-    live_after,
-    run_ops,
-)
-from quire.kernels.tensors import DType, Tensor, take_rows
+from quire.kernels.program import NO_OTHERS, LinearOp
+from quire.kernels.read_rows import ReadRows, of_read_rows
+from quire.kernels.tensors import DType, Tensor
 from quire.model.decoder import Decoder
 from quire.model.kv_cache import KVCache, KVGeometry
 from quire.model.language_model import ForwardBatch
 from quire.model.layer_builder import ProgramInputs, build_program
 from quire.model.spec import DecoderSpec, Rotary
 from quire.model.weights import WeightReader
-
-
-@dataclass(frozen=True, slots=True)
-class KeepOp:
-    """kept = the activations that it reads, by name: the result of the first part of a divided program."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...] = ("kept",)
-
-    def run(self, activations: Activations, inputs: LayerInputs) -> None:
-        """Keep the activations; nothing is computed."""
-        activations["kept"] = {name: activations[name] for name in self.reads}
-
-
-class DividedLayers(NamedTuple):
-    """Layers in two programs; `first` writes all keys and values, and returns what `rest` reads, by name."""
-
-    first: Program
-    rest: Program
-
-    @classmethod
-    def of(cls, program: Program) -> "DividedLayers":
-        """Divide the program of some layers."""
-        ops, result = program.ops, program.result
-        last = max(place for place, op in enumerate(ops) if isinstance(op, RotaryWriteOp))
-        kept = KeepOp("kept", tuple(sorted(live_after(ops, result)[last])))
-        return cls(Program((*ops[: last + 1], kept), "kept"), Program(ops[last + 1 :], result))
 
 
 class DraftHead(ABC):
@@ -78,10 +41,10 @@ class DraftHead(ABC):
         self.spec, self._target, self._tally, layout = spec, target, weights.tally, target.back_end.cache_layout
         program = build_program(spec, weights, shared)
         require_ops(self.back_end.name, program.ops)
-        divided = DividedLayers.of(program)
-        linears = (op.linear for op in divided.first.ops if isinstance(op, LinearOp))
-        self._first_bytes = sum(linear.num_bytes for linear in linears)
-        self._layers = DividedLayers(*map(self.back_end.fuse, divided))
+        of_read = of_read_rows(program)
+        assert of_read is not None, "a head without keys and values"
+        self._first_bytes = sum(op.linear.num_bytes for op in of_read.ops if isinstance(op, LinearOp))
+        self._whole, self._of_read_rows = map(self.back_end.fuse, (program, of_read))
         self.kv_geometry = KVGeometry.of(
             spec, *layout.stored_dtype(self.dtype, kv_cache_dtype),
             tail_dtype=layout.stored_dtype(self.dtype).element,
@@ -154,22 +117,8 @@ class DraftHead(ABC):
     ) -> Tensor:  # fmt: skip
         """Run the layers on x [num_tokens, hidden_size], and others that they read; return as `forward` does."""
         inputs = self._target.layer_inputs(batch, cache)
-        kept = self._layers.first.run(x, inputs, others)
-        if len(sequences) < len(batch.token_ids):
-            rows = np.asarray(batch.query_starts)[sequences + 1].astype(np.int64) - 1
-            kept = {name: take_rows(activation, rows) for name, activation in kept.items()}
-            inputs = self._target.layer_inputs(self._last_tokens(batch, sequences, rows), cache)
-        if not len(sequences):
-            return kept[INPUT]
-        run_ops(self._layers.rest.ops, self._layers.rest.dead, kept, inputs)
-        return kept[self._layers.rest.result]
-
-    def _last_tokens(
-        self, batch: ForwardBatch, sequences: NDArray[np.int64], rows: NDArray[np.int64]
-    ) -> ForwardBatch:
-        """Return the batch of the tokens in `rows`, the last ones of `sequences`."""
-        return ForwardBatch(
-            batch.token_ids[rows], batch.positions[rows], batch.slot_mapping[rows],
-            self.back_end.library.tensor(np.arange(len(rows) + 1, dtype=np.int32)),
-            batch.context_lens[sequences], batch.block_tables[sequences],
-        )  # fmt: skip
+        if len(sequences) == len(batch.token_ids):
+            return self._whole.run(x, inputs, others)
+        rows = np.asarray(batch.query_starts)[sequences + 1].astype(np.int64) - 1
+        starts = self.back_end.library.tensor(np.arange(len(rows) + 1, dtype=np.int32))
+        return self._of_read_rows.run(x, replace(inputs, read_rows=ReadRows(rows, sequences, starts)), others)

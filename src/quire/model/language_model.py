@@ -43,7 +43,7 @@ class ForwardBatch:
     embeds: Embeds | None = field(default=None, kw_only=True)         # None: all are looked up
     seen_ends: Tensor | None = field(default=None, kw_only=True)      # as in AttentionMetadata
     state_rows: StateRows | None = field(default=None, kw_only=True)  # None: the model has no states
-    hidden: Tensor | None = field(default=None, kw_only=True)  # for MTP heads: [T, hidden_size] of the tokens before
+    hidden: Tensor | None = field(default=None, kw_only=True)  # for draft heads: [T, hidden_size] of the tokens before
     # [S]: hidden states are read of so many last tokens of each sequence, those of others may be anything; None: all
     num_read: NDArray[np.int64] | None = field(default=None, kw_only=True)
 
