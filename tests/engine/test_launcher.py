@@ -116,8 +116,8 @@ def test_engine_holds_one_socket_and_no_file(demo_model: Path) -> None:
             os.set_inheritable(ours.fileno(), True)
             client = await EngineClient.connect(EngineProcess.spawn(options), options, Recorder())
         pid = client._connection.engine.process.pid
-        await until(lambda: is_at_rest(client) and len(open_files(pid)) == 1)   # modules that load later are closed
-        held = open_files(pid)
+        await until(lambda: is_at_rest(client))
+        held = await until(lambda: files if len(files := open_files(pid)) == 1 else [])  # modules load for a while
         await client.close()
         return held
 

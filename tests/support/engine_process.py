@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from quire.core.logprob_table import LogprobTable
 from quire.core.outputs import Logprob, RequestOutput
@@ -22,6 +23,7 @@ from support.forked_engines import fork_engine
 
 TIMEOUT_S = 120.0 # nothing here takes long, but the machine may be busy
 QUIET_S = 0.3
+Seen = TypeVar("Seen")
 
 
 class Recorder:
@@ -83,19 +85,21 @@ async def read(stream: RequestStream) -> list[RequestOutput]:
     return [replace(unpacked(output, outputs._tokenizer), prompt_token_ids=token_ids) async for output in stream]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition on the event loop."""
+async def until(condition: Callable[[], Seen]) -> Seen:
+    """Wait for a condition on the event loop, and return what it saw: a second look may see something else."""
     async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
+        while not (seen := condition()):
             await asyncio.sleep(0.002)
+    return seen
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition without an event loop."""
+def wait_until(condition: Callable[[], Seen]) -> Seen:
+    """Wait for a condition without an event loop, and return what it saw."""
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
+    while not (seen := condition()):
         assert time.monotonic() < deadline_s, "waited in vain"
         time.sleep(0.002)
+    return seen
 
 
 def is_at_rest(client: EngineClient) -> bool:
