@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from support.server import is_running
 
 START = "from quire.cli.entry import main; main()"
 RANK_MODULE = "NODE_RANK_MODULE"
+_TRIED_PORTS = count()
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    with socket.socket() as found:
-        found.bind((address, 0))
-        return int(found.getsockname()[1])
+    """Return a port that is free, below those that the system chooses: until it is used, no other socket gets it."""
+    while True:
+        port = 10_000 + (61 * os.getpid() + next(_TRIED_PORTS)) % 20_000
+        with socket.socket() as found, suppress(OSError):
+            found.bind((address, port))
+            return port
 
 
 def marked_pids(mark: str) -> list[int]:
@@ -78,7 +83,7 @@ class NodeCommand:
         found = session_pids(self.process.pid) if self._is_forked else marked_pids(self._mark)
         return sorted(found, key=lambda pid: pid != self.process.pid)
 
-    def wait(self, timeout_s: float = 60.0) -> tuple[int, str]:
+    def wait(self, timeout_s: float = 120.0) -> tuple[int, str]:
         """Wait for the end; return the status and the output."""
         status = self.process.wait(timeout_s)
         self._output.seek(0)

@@ -58,11 +58,11 @@ def test_head_that_cannot_be_reached_is_named_at_once(monkeypatch: pytest.Monkey
     from quire.engine.parallel import ray_ranks
 
     monkeypatch.setattr(ray_ranks.ray, "init", raising(AssertionError))  # it would try for minutes
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    with pytest.raises(ConfigError, match=r"or set RAY_ADDRESS \(.*Connection refused\)$"):
-        ray_ranks.RayConnection()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nothing listens, and no other process gets the port
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"or set RAY_ADDRESS \(.*Connection refused\)$"):
+            ray_ranks.RayConnection()
 
 
 @pytest.mark.parametrize(
