@@ -130,6 +130,9 @@ def main() -> None:
     from support import imitated_gpu
 
     imitated_gpu.turn_on(num_cards=4, is_noisy=False)
+    from quire.engine.parallel import gpu_ranks
+
+    gpu_ranks.REASON_TIMEOUT_S = 60.0  # a busy machine may stop the rank that is the cause
     node.PROCESS_MODULE = RANK_MODULE
     node.start_module = starters.start_module = fork_module  # type: ignore[assignment]  # what is used of `Popen`
     for case in cases:

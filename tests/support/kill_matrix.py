@@ -131,13 +131,26 @@ def reach(run: Run, phase: str) -> Asking | None:
     run.server.wait_ready()
     if phase == "idle":
         return None
-    asking = Asking(run, LONG | {"max_tokens": 8} if phase == "prefill" else {"max_tokens": 400})
     if phase == "prefill":
-        wait_until(lambda: run.num_running() == 1)
-        return asking
+        return ask_until_it_runs(run)
+    asking = Asking(run, {"max_tokens": 400})
     wait_until(lambda: asking.num_events > 1)
     if phase == "leaving":
         run.server.signal(signal.SIGTERM)
+    return asking
+
+
+def ask_until_it_runs(run: Run) -> Asking:
+    """Return a request with a long prompt that is being computed. One that has ended before the look is asked again."""
+    asking = Asking(run, LONG | {"max_tokens": 8})
+
+    def runs() -> bool:
+        nonlocal asking
+        if not asking.is_alive():
+            asking = Asking(run, LONG | {"max_tokens": 8})
+        return run.num_running() == 1
+
+    wait_until(runs)
     return asking
 
 
