@@ -21,6 +21,7 @@ from quire.core.errors import ConfigError, ModelError, RequestFailedError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.outputs import KVStats
 from quire.core.pooling import PinTask
+from quire.engine import launcher
 from quire.engine.engine import Engine
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import (
@@ -110,12 +111,16 @@ def test_engine_that_cannot_start_says_why_as_llm_does(
     assert str(told.value).startswith(start)
 
 
+def loading_engine() -> EngineProcess:
+    """Return an engine process that is not ready however long it runs: it was not told what to load."""
+    return EngineProcess(*launcher.start_module("quire.engine.processes.engine_process", env=os.environ))
+
+
 def test_engine_that_dies_while_it_loads_is_dead() -> None:
-    options = EngineOptions()
-    child = EngineProcess.spawn(options)
+    child = loading_engine()
     child.process.kill()
     with pytest.raises(EngineDeadError, match=r"ended while it loaded \(killed by signal 9, Killed\)"):
-        asyncio.run(EngineClient.connect(child, options, Recorder()))
+        asyncio.run(EngineClient.connect(child, EngineOptions(), Recorder()))
     assert child.process.returncode == -signal.SIGKILL
 
 
@@ -124,14 +129,12 @@ def test_engine_that_dies_while_it_loads_is_dead() -> None:
 def test_engine_whose_start_is_cancelled_is_ended(
     factory: Callable[[], asyncio.AbstractEventLoop], patience_s: float
 ) -> None:
-    options = EngineOptions()
-    child = EngineProcess.spawn(options)
+    child = loading_engine()
 
     async def run() -> None:
-        with stopped(child.process.pid):  # it cannot be ready before it is cancelled
-            connecting = asyncio.create_task(EngineClient.connect(child, options, Recorder()))
-            await asyncio.sleep(patience_s)
-            connecting.cancel()
+        connecting = asyncio.create_task(EngineClient.connect(child, EngineOptions(), Recorder()))
+        await asyncio.sleep(patience_s)
+        connecting.cancel()
         await connecting
 
     with asyncio.Runner(loop_factory=factory) as runner, pytest.raises(asyncio.CancelledError):

@@ -9,7 +9,7 @@ from itertools import chain, count, repeat
 
 import pytest
 
-from quire.engine.launcher import EngineProcess
+from quire.engine.launcher import EngineProcess, start_module
 from quire.engine.messages import EngineDeadError
 from quire.engine.options import EngineOptions
 from quire.engine.processes.client import EngineClient
@@ -74,7 +74,7 @@ def test_engine_that_hangs_at_its_start_ends_the_start(monkeypatch: pytest.Monke
     monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 0.1)
 
     async def run() -> None:
-        child = EngineProcess.spawn(EngineOptions())
+        child = EngineProcess(*start_module("quire.engine.processes.engine_process"))   # not told what to load
         os.kill(child.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineDeadError, match="no sign of life"):
             await EngineClient.connect(child, EngineOptions(), Recorder(), start_timeout_s=0.2)
