@@ -12,7 +12,7 @@ from quire.core.errors import ConfigError
 from quire.core.kv_events import KVEventsConfig
 from quire.engine.event_publisher import CLEARED, KVEventPublisher
 
-LIMIT_MS = 10_000
+LIMIT_MS = 120_000
 EVENTS = msgspec.msgpack.encode([{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}])
 CLEARED_BATCH = "93cb3ff80000000000009181a474797065b0416c6c426c6f636b73436c656172656400"  # vLLM 0.33.0's, of 1.5 s
 Frames = list[bytes]
@@ -36,11 +36,13 @@ def subscribe(context: "zmq.Context[zmq.Socket[bytes]]", address: str, topic: st
 
 
 def read_until(socket: "zmq.Socket[bytes]", publisher: KVEventPublisher) -> int:
-    """Publish until a subscriber, which joins late, gets a batch; return that batch's number."""
-    while True:
+    """Publish until a subscriber, which joins late, gets a batch, and read what follows; return the last number."""
+    publisher.publish(EVENTS)
+    while not socket.poll(20):
         publisher.publish(EVENTS)
-        if socket.poll(20):
-            return int.from_bytes(socket.recv_multipart()[1], "big")
+    while (number := int.from_bytes(socket.recv_multipart()[1], "big")) < publisher.num_published - 1:
+        pass
+    return number
 
 
 def replay(context: "zmq.Context[zmq.Socket[bytes]]", address: str, first: int) -> list[Frames]:
