@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.step_times import StepTiming
 from quire.engine.launcher import EngineProcess
 from quire.engine.messages import EngineDeadError, EngineState, Ready, Stepped
+from quire.engine.metrics import page as page_module
 from quire.engine.metrics.engine_metrics import CACHE_LABELS, LONGEST_S, RETRY_AFTER_S, TargetCounts
 from quire.engine.metrics.page import OLDER_NAMES, QUEUE_BOUNDS, REFUSALS, Histogram, Metrics
 from quire.engine.options import EngineOptions
@@ -29,15 +31,15 @@ from quire.engine.processes.streams import RequestStream
 from quire.engine.requests.output_processor import FinishedRequest, ProcessedStep
 from quire.scheduling.limits import AdmissionLimits
 from quire.server.errors import shutting_down
-from support.engine_process import read
+from support.engine_process import TIMEOUT_S, read
 from support.http_app import make_app
+from support.stopping import stopped
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 DOCS = Path(__file__).parents[3] / "docs"
 OWN = {"engine": "0"}
 MODEL = {"model_name": "tiny"} | OWN
-TIMEOUT_S = 60
 
 # Transcribed from the contract and docs/metrics.md: each metric, its type, and the labels there from the start.
 GAUGES: dict[str, list[dict[str, str]]] = {
@@ -352,7 +354,9 @@ async def crowded_run() -> tuple[list[RequestOutput], Page]:
     try:
         branches = SamplingParams(max_tokens=60, ignore_eos=True, seed=1, n=2)
         line = SamplingParams(max_tokens=60, temperature=0, stop=["\n"], min_tokens=2)
-        answers = await asyncio.gather(*(last_output(client, branches) for _ in range(4)))
+        with stopped(client._connection.engine.process.pid):    # so that all of them run at once
+            streams = [await ask(client, branches) for _ in range(4)]
+        answers = [(await read(stream))[-1] for stream in streams]
         answers.append(await last_output(client, line))
         metrics.to_abort = await ask(client, SamplingParams(max_tokens=140, ignore_eos=True))
         page = await metrics.until(
@@ -694,10 +698,11 @@ def test_calls_that_fail_are_counted_and_those_at_fault_are_not() -> None:
     assert counts == {"request_failed": 2, "engine_unhealthy": 1}
 
 
-def test_refused_client_is_told_when_the_queue_will_have_left() -> None:
+def test_refused_client_is_told_when_the_queue_will_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     metrics = Metrics("tiny")
     assert metrics.retry_after_s(50) == RETRY_AFTER_S
-    metrics.engines[0].on_step(stepped(IDLE, admissions=100, started_s=time.monotonic()), processed())
+    metrics.engines[0].on_step(stepped(IDLE, admissions=100, started_s=1000.0), processed())
     assert metrics.retry_after_s(50) == 1
     assert metrics.retry_after_s(100_000) == LONGEST_S
     metrics.engines[0].on_idle(IDLE)

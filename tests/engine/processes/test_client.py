@@ -17,6 +17,7 @@ from quire.core.errors import InvalidRequestError, RequestFailedError, UnknownPr
 from quire.core.outputs import CompletionOutput, PinnedPrefix, RequestOutput
 from quire.core.step_times import chunk_work
 from quire.engine.options import EngineOptions
+from quire.engine.processes import forecast
 from quire.engine.processes.client import EngineClient
 from quire.engine.processes.forecast import LEAST_MEASURED, MOST_OFF, Asked
 from quire.engine.requests.input_processor import Prompt
@@ -291,11 +292,12 @@ def test_engine_waits_for_a_server_that_stands_still_and_nothing_is_lost(
     assert [without_history(output) for output in runner.run(run())] == expected
 
 
-@pytest.mark.parametrize("deadline", [{"ttft_deadline_ms": 60_000}, {"deadline_ms": 60_000}], ids=str)
+@pytest.mark.parametrize("deadline", [{"ttft_deadline_ms": 3_600_000}, {"deadline_ms": 3_600_000}], ids=str)
 def test_first_tokens_of_requests_with_deadlines_correct_what_is_predicted(
-    client: EngineClient, runner: asyncio.Runner, deadline: dict[str, int]
+    client: EngineClient, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, deadline: dict[str, int]
 ) -> None:
     asked = Asked(chunk_work(0, 100))
+    monkeypatch.setattr(forecast, "FRESH_S", 3600.0)
 
     async def run() -> None:
         await answer(client, [7] * 100, GREEDY)
@@ -437,7 +439,7 @@ def test_abort_ends_the_request_in_the_engine(
         await until(lambda: is_at_rest(client))
 
     runner.run(run())
-    assert len(recorder.steps) < 1000, "it had 1,500 to do"
+    assert len(recorder.steps) < LONG.max_tokens  # type: ignore[operator]
     assert recorder.aborted_requests[-1].finish_reasons == ["abort"]
 
 
