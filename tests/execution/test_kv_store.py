@@ -290,7 +290,7 @@ def test_link_in_place_of_a_file_is_not_followed(
     num_open = len(os.listdir("/proc/self/fd"))
     assert not open_store(place).store.is_on
     assert len(caplog.records) == 1
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(os.listdir("/proc/self/fd")) <= num_open, "what others of this process close meanwhile is theirs"
     assert (tmp_path / "precious").read_bytes() == b"of the user"
 
 
@@ -451,7 +451,8 @@ def test_descriptors_memory_and_disk_are_flat_over_ten_times_the_slots(place: Pa
         samples.append(usage())
     own.close()
     first, last = samples[1], samples[-1]
-    assert last[:2] == first[:2]
+    assert last[0] <= first[0], "what others of this process close meanwhile is theirs"
+    assert last[1] <= first[1]
     assert max(sample[2] for sample in samples) <= 8 << 20
     assert last[2] == first[2]
     assert last[3] - first[3] < 4 << 20
