@@ -95,7 +95,7 @@ def running(server: ChatServer) -> Iterator[ChatServer]:
     try:
         yield server
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=120)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         loop.close()

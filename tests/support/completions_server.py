@@ -83,10 +83,10 @@ class CompletionsServer:
         thread = threading.Thread(target=loop.run_forever, daemon=True)
         thread.start()
         try:
-            asyncio.run_coroutine_threadsafe(server.start_server(), loop).result(10)
+            asyncio.run_coroutine_threadsafe(server.start_server(), loop).result(120)
             yield str(server.make_url("/")).rstrip("/")
         finally:
-            asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+            asyncio.run_coroutine_threadsafe(server.close(), loop).result(120)
             loop.call_soon_threadsafe(loop.stop)
-            thread.join(10)
+            thread.join(120)
             loop.close()

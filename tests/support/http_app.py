@@ -24,7 +24,7 @@ from quire.server.service import Service
 from quire.server.templates.template_renderer import TemplateRenderer
 
 HOST = "127.0.0.1"
-SOCKET_LIMIT_S = 30.0
+SOCKET_LIMIT_S = 120.0
 
 
 class StandInEngine:

@@ -79,7 +79,7 @@ def recording_proxy(target: str) -> Iterator[RecordingProxy]:
     try:
         yield proxy
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=30)
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=120)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         loop.close()

@@ -23,7 +23,7 @@ from support.forked_engines import ForkedProcess, parent
 
 ENTRY = "from quire.cli.main import main; main()"
 START_LIMIT_S = ANSWER_LIMIT_S = 120.0  # against hangs: no machine is that slow
-END_LIMIT_S = 60.0
+END_LIMIT_S = 120.0
 READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>(?:https?://|unix:)\S+)$", re.MULTILINE)
 
 
