@@ -372,6 +372,12 @@ struct DeltaNet : DeltaNetWeights {
     long num_seqs;
 };
 
+// A norm over groups of columns of which each rank of tensor parallelism has some: NormSpan (quire/kernels/mamba.py).
+struct NormSpan {
+    SumExchange sum;  // of the squares of a row, [num_rows, num_groups]; sum null: this rank has whole groups
+    long num_groups, first_group, width;
+};
+
 // A Mamba-2's sizes and weights: MambaSpec (quire/kernels/mamba.py). Groups are key heads; conv_weight [taps, channels], conv_bias
 // [channels] or null, rate, rate_bias and skip [num_value_heads], norm_weight [num_value_heads * value_dim], or null for no norm.
 struct MambaWeights {
@@ -379,6 +385,7 @@ struct MambaWeights {
     const float *conv_weight, *conv_bias, *rate, *rate_bias, *skip, *norm_weight;
     float norm_eps, gate_factor, rate_factor;  // factors on inputs
     bool is_norm_first;  // the gate comes behind the norm
+    NormSpan span;
 };
 
 // x [num_tokens, width + channels + num_value_heads] of gates, values, keys, queries and rates, the rest as in DeltaNet.

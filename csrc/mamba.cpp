@@ -93,35 +93,78 @@ private:
     }
 };
 
-// Gate and norm a row in place; the norm is over each group of heads.
+// What a row's heads gave, gated and normed in place; the norm is over each group of heads.
 template <typename T>
-void gated_norm(const Mamba<T>& op, long row) {
-    static thread_local Aligned<float> memory;
-    const long width = op.num_value_heads * op.value_dim / op.num_key_heads;
-    float* values = memory.at_least(width);
-    const Floats gate_factor = splat(op.gate_factor);
-    const bool gates_first = !op.is_norm_first || !op.norm_weight;
-    for (long group = 0; group < op.num_key_heads; group++) {
-        T* out = op.out + row * op.out_stride + group * width;
-        const T* gates = op.x + row * op.x_stride + group * width;
+class GatedRow {
+public:
+    GatedRow(const Mamba<T>& op, long row)
+        : op_(op), width_(op.num_value_heads * op.value_dim / op.num_key_heads), gates_first_(!op.is_norm_first || !op.norm_weight),
+          out_(op.out + row * op.out_stride), gates_(op.x + row * op.x_stride), gate_factor_(splat(op.gate_factor)) {}
+
+    // sums: of all groups' squares over all ranks; null: this rank has whole groups.
+    void norm(const float* sums) {
+        static thread_local Aligned<float> memory;
+        float* values = memory.at_least(width_);
+        for (long group = 0; group < op_.num_key_heads; group++) {
+            const float own = gate(group, values);
+            if (!op_.norm_weight)
+                for (long i = 0; i < width_; i += LANES) store(out_ + group * width_ + i, load(values + i));
+            else if (sums)
+                norm(group, values, sums[op_.span.first_group + group] / static_cast<float>(op_.span.width));
+            else
+                norm(group, values, own / static_cast<float>(width_));
+        }
+    }
+
+    // Add the squares of this rank's part of each of its groups.
+    void add_squares(float* sums) {
+        static thread_local Aligned<float> memory;
+        for (long group = 0; group < op_.num_key_heads; group++) sums[op_.span.first_group + group] = gate(group, memory.at_least(width_));
+    }
+
+private:
+    const Mamba<T>& op_;
+    const long width_;
+    const bool gates_first_;
+    T* const out_;
+    const T* const gates_;
+    const Floats gate_factor_;
+
+    // Find what is normed of a group, [width]; return the sum of its squares.
+    float gate(long group, float* values) const {
         Floats squares = {};
-        for (long i = 0; i < width; i += LANES) {
-            Floats value = load(out + i);
-            if (gates_first) value = value * silu(load(gates + i) * gate_factor);
+        for (long i = 0; i < width_; i += LANES) {
+            Floats value = load(out_ + group * width_ + i);
+            if (gates_first_) value = value * silu(load(gates_ + group * width_ + i) * gate_factor_);
             squares = multiply_add(value, value, squares);
             store(values + i, value);
         }
-        if (!op.norm_weight) {
-            for (long i = 0; i < width; i += LANES) store(out + i, load(values + i));
-            continue;
-        }
-        const Floats inverse = splat(1.0f / __builtin_sqrtf(sum_of_lanes(squares) / static_cast<float>(width) + op.norm_eps));
-        for (long i = 0; i < width; i += LANES) {
-            Floats normed = load(op.norm_weight + group * width + i) * rounded<T>(load(values + i) * inverse);
-            if (!gates_first) normed = normed * silu(load(gates + i) * gate_factor);
-            store(out + i, normed);
+        return sum_of_lanes(squares);
+    }
+
+    void norm(long group, const float* values, float mean_square) {
+        const Floats inverse = splat(1.0f / __builtin_sqrtf(mean_square + op_.norm_eps));
+        for (long i = 0; i < width_; i += LANES) {
+            Floats normed = load(op_.norm_weight + group * width_ + i) * rounded<T>(load(values + i) * inverse);
+            if (!gates_first_) normed = normed * silu(load(gates_ + group * width_ + i) * gate_factor_);
+            store(out_ + group * width_ + i, normed);
         }
     }
+};
+
+// The squares of all rows, summed over the ranks, [num_rows, num_groups]; null: this rank has whole groups.
+template <typename T>
+const float* exchanged_squares(const Mamba<T>& op, long num_rows) {
+    if (!op.span.sum.sum) return nullptr;
+    static thread_local Aligned<float> memory;  // kept from call to call
+    const long count = num_rows * op.span.num_groups;
+    float *own = memory.at_least(2 * count), *sums = own + count;
+    std::fill(own, sums, 0.0f);  // other ranks have the other groups
+    share_range(num_rows, ROWS_AT_ONCE, [&](long begin, long end) {
+        for (long row = begin; row < end; row++) GatedRow<T>(op, row).add_squares(own + row * op.span.num_groups);
+    });
+    op.span.sum(own, sums, num_rows, true);
+    return sums;
 }
 
 }  // namespace
@@ -137,11 +180,13 @@ void mamba(const Mamba<T>& op) {
         }
     });
     const long num_rows = op.query_starts[op.num_seqs];
+    const float* sums = exchanged_squares(op, num_rows);
     share_range(op.num_seqs + (num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, 1, [&](long begin, long end) {
         for (long i = begin; i < end; i++) {
             if (i < op.num_seqs) Piece<T>(op, i).keep();
             const long first = (i - op.num_seqs) * ROWS_AT_ONCE;
-            for (long row = first; i >= op.num_seqs && row < std::min(first + ROWS_AT_ONCE, num_rows); row++) gated_norm(op, row);
+            for (long row = first; i >= op.num_seqs && row < std::min(first + ROWS_AT_ONCE, num_rows); row++)
+                GatedRow<T>(op, row).norm(sums ? sums + row * op.span.num_groups : nullptr);
         }
     });
 }

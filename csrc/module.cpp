@@ -97,6 +97,13 @@ void def_kernel(nb::module_& module, const std::string& name, auto kernel) {
     }(std::make_index_sequence<num_fields<Op>()>());
 }
 
+// A kernel that may wait for other ranks.
+template <typename Op>
+void with_other_threads(void (*kernel)(const Op&), const Op& op) {
+    const nb::gil_scoped_release others_run;
+    kernel(op);
+}
+
 // The chosen instruction set's kernels of an op.
 template <template <typename> class Op>
 void def(nb::module_& module, const std::string& name, ForBoth<Op> Kernels::*both) {
@@ -322,6 +329,7 @@ NB_MODULE(_kernels, module) {
     def_struct<DeltaNetWeights>(module, "DeltaNetWeights");
     def_struct<DeltaNetOp>(module, "DeltaNetOp");
     def_struct<GateOp>(module, "GateOp");
+    def_struct<NormSpan>(module, "NormSpan");
     def_struct<MambaWeights>(module, "MambaWeights");
     def_struct<MambaOp>(module, "MambaOp");
     def_struct<PositionScaleOp>(module, "PositionScaleOp");
@@ -374,7 +382,8 @@ NB_MODULE(_kernels, module) {
     def(module, "short_conv", &Kernels::short_conv);
     def(module, "delta_net", &Kernels::delta_net);
     def(module, "gate", &Kernels::gate);
-    def(module, "mamba", &Kernels::mamba);
+    def_kernel<Mamba<bf16>>(module, "mamba_bf16", [](const Mamba<bf16>& op) { with_other_threads(chosen->mamba.bf16, op); });
+    def_kernel<Mamba<float>>(module, "mamba_float", [](const Mamba<float>& op) { with_other_threads(chosen->mamba.float32, op); });
     def(module, "choose_tokens", &Kernels::choose_tokens);
     def(module, "mask_logits", &Kernels::mask_logits);
     def(module, "top_logprobs", &Kernels::top_logprobs);

@@ -140,6 +140,28 @@ def test_ranks_of_hybrids_have_the_bits_of_one_in_every_way_at_once(
     assert poison.num_poisoned_slots > 100
 
 
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize(("name", "num_ranks", "mode"), [("granite 4 h", 3, "recompute"), ("bamba", 4, "swap")])
+def test_ranks_that_add_squares_of_a_norm_have_the_same_bits_in_every_way_at_once(
+    hybrids: dict[str, Path], name: str, num_ranks: int, mode: str
+) -> None:
+    """Of six heads of a Granite in one group, each of three ranks has two. A Bamba's three groups have two each, of
+    which four ranks have 1, 1, 2 and 2. The tokens are those of one process, logprobs near them.
+    """
+    settings = {"tensor_parallel_size": num_ranks, "tensor_parallel_mode": "reduce"}
+    stats, poison = check_all_at_once(hybrids[name], ISAS[0], "bfloat16", mode, num_state_slots=30, **settings)
+    assert stats.states["used_slots"] == stats.states["swap_used_slots"] == 0
+    assert poison.num_poisoned_slots > 100
+    found, expected = (alone(hybrids[name], ISAS[0], "float32", **each)[::4] for each in (settings, {}))  # greedy
+    for (own,), (one,) in zip(found, expected, strict=True):
+        assert own.token_ids == one.token_ids
+        scores, others = ([dict(each) for each in answer.logprobs] for answer in (own, one))
+        assert scores != others, "not the arithmetic of ranks that add"
+        for score, other in zip(scores, others, strict=True):
+            assert all(abs(float.fromhex(score[token]) - float.fromhex(other[token])) < 1e-4 for token in score)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_folder(tmp_path_factory.mktemp("states"), CONFIG)

@@ -1,6 +1,6 @@
 """Gated delta nets and Mamba-2: reference and kernels against the formulas, and bits that no division changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,16 +13,21 @@ from torch import Tensor
 from quire.core.arrays import dtype_name
 from quire.core.errors import ConfigError
 from quire.core.plan import MAX_SNAPSHOTS
+from quire.engine.parallel.rank_messages import MemoryLayout
+from quire.engine.parallel.shared_memory import SharedRanks
 from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
 from quire.kernels.choice import choose_back_end
 from quire.kernels.delta_net import DeltaHeads, DeltaInputs, DeltaNetSpec, StateRows, StateShape, ring_length
-from quire.kernels.mamba import MambaHeads, MambaSpec
+from quire.kernels.mamba import MambaHeads, MambaSpec, NormSpan
 from quire.kernels.reference import delta_net as reference
 from quire.kernels.reference.mamba import mamba as reference_mamba
 from quire.kernels.special_ops import DeltaNetOp, GateOp, MambaOp
 from quire.kernels.torch_arrays import to_array
+from quire.model.sharding import Range, shifted
+from quire.model.spec import Mamba
 from support.on_tensors import on_tensors
+from support.thread_ranks import in_threads, make_ranks
 
 ISAS = usable_isas()
 HEADS = DeltaHeads(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=32)
@@ -227,6 +232,41 @@ def test_results_of_mamba_are_those_of_the_formulas_in_float64(spec: MambaSpec, 
     (found,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(70)))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
     assert expected.abs().max() > 3
+
+
+@pytest.mark.parametrize("is_norm_first", [False, True])
+@pytest.mark.parametrize("isa", ["reference", *ISAS])
+def test_ranks_add_the_squares_of_a_norm_that_they_divide(isa: str, is_norm_first: bool) -> None:
+    """Of two groups of three heads, the first is divided between two ranks. Cut anywhere, a rank has the same bits."""
+    spec, mamba = make_mamba(MambaHeads(2, 6, 16, 16), is_norm_first=is_norm_first), Mamba(2, 6, 16, 16, taps=4)
+    inputs = make_inputs(30, spec.heads)
+    (expected,) = Runner(computed_by(isa, spec), spec, torch.float32).step((inputs, whole(30)))
+
+    def columns(weight: Tensor | None, ranges: Sequence[Range]) -> Tensor:
+        assert weight is not None
+        return torch.cat([weight[..., slice(*each)] for each in ranges], dim=-1).contiguous()
+
+    def compute(ranks: SharedRanks) -> Tensor:
+        shard, hook = ranks.shard, ranks.sum(2)
+        heads, rows = shard.heads(mamba), shard.mamba_ranges(mamba)
+        channels = shifted(rows[1:4], mamba.sections[1:4])
+        own = replace(
+            spec, heads=MambaHeads(heads.num_kv_heads, heads.num_heads, 16, 16),
+            conv_weight=columns(spec.conv_weight, channels), conv_bias=columns(spec.conv_bias, channels),
+            norm_weight=columns(spec.norm_weight, [shard.mixed_cut(mamba).of(shard.rank)]),
+            span=NormSpan(on_tensors(hook) if isa == "reference" else hook, 2, heads.kv[0], 48),
+            **{name: columns(getattr(spec, name), [heads.query]) for name in ("rate", "rate_bias", "skip")},
+        )  # fmt: skip
+        x = columns(inputs[0], shifted(rows, mamba.sections))
+        whole_step, runner = (Runner(computed_by(isa, own), own, torch.float32) for _ in range(2))
+        (found,) = whole_step.step(((x,), whole(30)))
+        parts = runner.step(((x,), whole(13))) + runner.step(((x,), Entry(13, 30, 0, 0, 13, 30)))
+        assert torch.equal(torch.cat(parts), found)
+        return found
+
+    ranks = make_ranks(3, MemoryLayout(1 << 12, 1, 1), "reduce")
+    found = torch.cat(in_threads(ranks, compute), dim=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [HEADS, ROWS], ids=str)

@@ -1114,7 +1114,8 @@ SUMMED = [
     "llama, grouped, tied", "llama, biases, own head width", "qwen2", "qwen3", "olmo2, biases, own eps, llama3 rope",
     "phi3", "granite, every option", "cohere, biases, untied, scaled", "gemma2", "lfm2", "lfm2, every option",
     *MIXTURES, "lfm2 moe", "qwen2 moe, every option", "qwen3 next", "qwen3.5, text",
-    "falcon h1, factors", "nemotron-h", "nemotron-h, experts between projections", "kimi linear",
+    "falcon h1, factors", "falcon h1, factors, gate behind the norm, tied", "falcon h1, gate before the norm, biases",
+    "granite 4 h", "nemotron-h", "nemotron-h, experts between projections", "kimi linear",
 ]  # fmt: skip
 
 

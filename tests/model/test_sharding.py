@@ -105,9 +105,18 @@ def test_a_rank_has_all_heads_of_mamba_where_ranks_would_divide_a_group_that_is_
         [(128, 128), (256, 256), (272, 320), (320, 384), (384, 392)],
     ]
     assert Shard(0, 3).local_mamba(mamba) == mamba
+
+
+def test_ranks_that_add_divide_the_heads_of_a_group_of_mamba_that_is_normed() -> None:
+    mamba = Mamba(num_groups=2, num_heads=8, state_dim=32, head_dim=16, taps=4)
+    assert head_ranges(mamba, 3, "reduce") == [((0, 2), (0, 1)), ((2, 4), (0, 1)), ((4, 8), (1, 2))]
+    ranks = [Shard(rank, 3, "reduce") for rank in range(3)]
+    assert [shard.local_mamba(mamba).num_heads for shard in ranks] == [2, 2, 4]
+    assert [shard.mixed_cut(mamba).of(shard.rank) for shard in ranks] == [(0, 32), (32, 64), (64, 128)]
     spec = spec_of(14, 2).with_layers(lambda layer: replace(layer, beside=mamba))
-    with pytest.raises(ConfigError, match="reduce': the heads of a Mamba-2 are normed in 2 groups, which 3 ranks"):
-        check_shardable(spec, 3, "reduce")
+    check_shardable(spec, 8, "reduce")
+    with pytest.raises(ConfigError, match="tensor_parallel_size 9 is above the model's 8 heads of Mamba-2"):
+        check_shardable(spec, 9, "reduce")
 
 
 def test_adapters_add_to_all_outputs_of_layers_that_ranks_have_whole() -> None:

@@ -47,8 +47,8 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @cache
-def alone(model: Path, isa: str, dtype: str, **rounding: str) -> list[list[Answer]]:
-    """Return the answers of the requests, each alone in a plain engine. `rounding`: of `ROUNDINGS`."""
+def alone(model: Path, isa: str, dtype: str, **rounding: Any) -> list[list[Answer]]:  # noqa: ANN401 (those of LLM)
+    """Return the answers of the requests, each alone in a plain engine. `rounding`: settings that change bits."""
     num_threads = torch.get_num_threads()
     with LLM(model, cpu_isa=isa, dtype=dtype, enable_prefix_caching=False, max_model_len=160, **rounding) as llm:
         set_num_threads(1)
@@ -67,6 +67,8 @@ def check_all_at_once(
     those of a draft model where the method has one. `head`: the folder of an EAGLE-3 head.
     """
     rounding = {name: settings[name] for name in ROUNDINGS if name in settings}
+    if settings.get("tensor_parallel_mode") == "reduce":  # the bits of as many ranks
+        rounding |= {name: settings[name] for name in ("tensor_parallel_size", "tensor_parallel_mode")}
     expected, (prompts, params) = alone(model, isa, dtype, **rounding), asked()
     wholes = [prompt + list(answer.token_ids) for prompt, own in zip(prompts, expected, strict=True) for answer in own]
     drafts = {"method": method, "num_speculative_tokens": 4, "model": None if head is None else str(head)}

@@ -41,6 +41,7 @@ PARALLEL_HYBRID: dict[str, object] = {
     "mamba_n_heads": 6, "mamba_d_state": 32, "max_position_embeddings": 128,
     "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "ssm_out_multiplier": 0.5,
 }  # fmt: skip
+NORMED_HYBRID = PARALLEL_HYBRID | {"mamba_rms_norm": True}  # the heads are one group
 
 
 def write_random_folder(folder: Path, config: dict[str, object], dtype: torch.dtype = torch.float32) -> Path:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,9 @@ def load(
         check_states(options, device_type)
     num_local = num_ranks // options.nnodes if device_type == "cpu" else 1  # a GPU's memory is that of one
     max_truncated = options.max_truncated
-    geometry = _widest(spec, stored, num_ranks, back_end.cache_layout.stored_dtype(dtype).element, max_truncated)
+    mode = options.tensor_parallel_mode_on(device_type)
+    specs = [spec] if num_ranks == 1 else [Shard(rank, num_ranks, mode).local_spec(spec) for rank in range(num_ranks)]
+    geometry = _widest(specs, stored, back_end.cache_layout.stored_dtype(dtype).element, max_truncated)
     limits = _limits(spec, geometry, num_local, options.block_size)
     limits = replace(
         limits, default_positions=pooler.max_seq_length or limits.default_positions,
@@ -264,10 +266,9 @@ def check_ranks(options: EngineOptions, back_end: str, spec: DecoderSpec) -> Non
 
 
 def _widest(
-    spec: DecoderSpec, stored: tuple[str, str | None], num_ranks: int, tail_dtype: str, max_truncated: int
+    specs: Sequence[DecoderSpec], stored: tuple[str, str | None], tail_dtype: str, max_truncated: int
 ) -> KVGeometry:
     """Return the geometry of the rank that keeps the most, all ranks having as many blocks, and as many slots."""
-    specs = [spec] if num_ranks == 1 else [Shard(rank, num_ranks).local_spec(spec) for rank in range(num_ranks)]
     ranks = [KVGeometry.of(each, *stored, tail_dtype=tail_dtype, max_truncated=max_truncated) for each in specs]
     widest = max(ranks, key=lambda geometry: geometry.bytes_per_token(1))
     return replace(widest, states=max(ranks, key=lambda geometry: geometry.slot_bytes).states)

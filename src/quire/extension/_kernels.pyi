@@ -317,6 +317,9 @@ class DeltaNetOp:
         self, x: int, gates: int, shares: int, decays: int, out: int, layer: int, weights: DeltaNetWeights
     ) -> None: ...
 
+class NormSpan:
+    def __init__(self, exchange: SumExchange, num_groups: int, first_group: int, width: int) -> None: ...
+
 class MambaWeights:
     def __init__(
         self,
@@ -336,6 +339,7 @@ class MambaWeights:
         gate_factor: float,
         rate_factor: float,
         is_norm_first: bool,
+        span: NormSpan,
     ) -> None: ...
 
 class MambaOp:

@@ -7,9 +7,11 @@ delta nets: S, and a ring of the inputs of the last tokens (`quire.kernels.delta
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.core.arrays import dtype_name
 from quire.kernels.delta_net import MAX_TAPS, TILE, DeltaHeads, StateRows
+from quire.kernels.layers import SumHook
 from quire.kernels.tensors import Tensor
 
 
@@ -22,6 +24,15 @@ class MambaHeads(DeltaHeads):
     def inputs(self) -> int:
         """Numbers that a token adds to the state's ring: its channels, and a time step of each head."""
         return self.channels + self.num_value_heads
+
+
+class NormSpan(NamedTuple):
+    """A norm over groups of heads of which this rank of tensor parallelism has a part: the ranks add up its squares."""
+
+    sum: SumHook      # float32 [num_tokens, num_groups]: a group's sums of squares, zeros of groups of other ranks
+    num_groups: int   # over all ranks
+    first_group: int  # the first of this rank
+    width: int        # columns of a group over all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ class MambaSpec:
     is_norm_first: bool = False  # the gate multiplies what is normed; else what will be
     gate_factor: float = 1.0   # on gates
     rate_factor: float = 1.0   # on time steps, before their bias
+    span: NormSpan | None = None  # None: this rank has whole groups, or nothing is normed
 
     def __post_init__(self) -> None:
         heads = self.heads

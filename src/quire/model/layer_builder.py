@@ -18,7 +18,7 @@ from quire.kernels.back_end import require
 from quire.kernels.delta_net import DeltaHeads, DeltaNetSpec, ring_length
 from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.layers import Expert, ExpertLayer, ExpertSplit, Linear, Norm, Routing
-from quire.kernels.mamba import MambaHeads, MambaSpec
+from quire.kernels.mamba import MambaHeads, MambaSpec, NormSpan
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec
 from quire.kernels.program import INPUT, Op, Program
 from quire.kernels.short_conv import ShortConvSpec
@@ -35,7 +35,7 @@ from quire.model.shapes import (
     NormShape,
     ShortConvShapes,
 )
-from quire.model.sharding import DELTA_OPS, Cut, Range, Ranks, Shard, has_whole, shifted
+from quire.model.sharding import DELTA_OPS, Cut, Range, Ranks, Shard, divides_norm, has_whole, shifted
 from quire.model.spec import (
     Attention,
     DecoderSpec,
@@ -456,16 +456,19 @@ class LayerBuilder:
         """Append a Mamba-2 of `source`: project, compute over the states of sequences, project.
 
         The multipliers of what is convolved are in the convolution's weight, which is of float32. A rank has its heads
-        alone, and their states; or a part of the projections, and all heads, if ranks would divide a group that is
-        normed together.
+        alone, and their states. If ranks divide a group that is normed together, those that add exchange its squares,
+        and of those that gather each has a part of the projections, and all heads.
         """
         weights, vector, cut, own = self._weights, self._weights.vector, None, mamba
-        rows = taps = channels = numbers = columns = None
+        rows = taps = channels = numbers = columns = span = None
         if self._ranks is not None:
             shard = self._ranks.shard
             rows = shard.mamba_ranges(mamba)
-            if not has_whole(mamba, shard.num_ranks):
+            if not has_whole(mamba, shard.num_ranks, shard.mode):
                 cut, own = shard.mixed_cut(mamba), shard.local_mamba(mamba)
+                if divides_norm(mamba, shard.num_ranks):
+                    first, num_groups = shard.heads(mamba).kv[0], mamba.num_groups
+                    span = NormSpan(self._ranks.sum(num_groups), num_groups, first, mamba.width // num_groups)
                 numbers, columns = [shard.heads(mamba).query], [cut.of(shard.rank)]
                 channels = shifted(rows[1:4], mamba.sections[1:4])
                 taps = [(start * mamba.taps, stop * mamba.taps) for start, stop in channels]
@@ -491,6 +494,7 @@ class LayerBuilder:
             mamba.is_norm_first,
             gate,
             rate,
+            span,
         )
         compute, names = weights.back_end.mamba, ("mamba_inputs", "mixed")
         self._append("mamba", special_ops.MambaOp(f"{self._stem}mamba", self._state_index, spec, compute, *names))

@@ -90,14 +90,14 @@ class Shard:
 
     def heads(self, mixer: WithHeads) -> HeadRange:
         """Return the heads of this rank."""
-        return head_ranges(mixer, self.num_ranks)[self.rank]
+        return head_ranges(mixer, self.num_ranks, self.mode)[self.rank]
 
     def mixed_cut(self, mixer: Mixer) -> Cut:
         """Return the ranks' columns of what a mixer returns, before its last projection."""
         if isinstance(mixer, ShortConv):
             return self.cut(mixer.width)
         dim = mixer.value_dim if isinstance(mixer, DeltaNet) else mixer.width // mixer.num_heads
-        return Cut((0, *(heads.query[1] * dim for heads in head_ranges(mixer, self.num_ranks))))
+        return Cut((0, *(heads.query[1] * dim for heads in head_ranges(mixer, self.num_ranks, self.mode))))
 
     def ranges(self, shape: LinearShape) -> list[Range]:
         """Return this rank's outputs of a linear layer that is not divided by heads, count by count."""
@@ -143,7 +143,7 @@ class Shard:
 
         Of one that each rank has whole, its part of all columns.
         """
-        if has_whole(mamba, self.num_ranks):
+        if has_whole(mamba, self.num_ranks, self.mode):
             first, last = self.cut(sum(mamba.sections)).of(self.rank)
             starts = accumulate(mamba.sections, initial=0)
             ends = ([min(max(end - start, 0), count) for end in (first, last)]
@@ -194,7 +194,7 @@ class Shard:
         return layer.with_attention(num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
 
-def head_ranges(mixer: WithHeads, num_ranks: int) -> list[HeadRange]:
+def head_ranges(mixer: WithHeads, num_ranks: int, mode: Mode = "gather") -> list[HeadRange]:
     """Return the heads of each rank.
 
     KV heads are divided, each with the query heads that read it; where there are fewer than ranks, the query heads of a
@@ -205,7 +205,7 @@ def head_ranges(mixer: WithHeads, num_ranks: int) -> list[HeadRange]:
         num_heads, num_kv_heads, kind = mixer.num_value_heads, mixer.num_key_heads, "value heads of gated delta nets"
     elif isinstance(mixer, Mamba):
         num_heads, num_kv_heads, kind = mixer.num_heads, mixer.num_groups, "heads of Mamba-2"
-        if has_whole(mixer, num_ranks):
+        if has_whole(mixer, num_ranks, mode):
             return [HeadRange((0, num_heads), (0, num_kv_heads))] * num_ranks
     else:
         num_heads, num_kv_heads = mixer.num_heads, mixer.num_kv_heads
@@ -226,9 +226,14 @@ def head_ranges(mixer: WithHeads, num_ranks: int) -> list[HeadRange]:
     return found
 
 
-def has_whole(mamba: Mamba, num_ranks: int) -> bool:
-    """Return whether each rank computes all heads of a Mamba-2: ranks would divide a group that is normed together."""
+def divides_norm(mamba: Mamba, num_ranks: int) -> bool:
+    """Return whether ranks would divide a group of a Mamba-2 that is normed together."""
     return mamba.has_norm and num_ranks > mamba.num_groups
+
+
+def has_whole(mamba: Mamba, num_ranks: int, mode: Mode) -> bool:
+    """Return whether each rank computes all heads of a Mamba-2: parts of a norm's sum have other bits than all."""
+    return mode == "gather" and divides_norm(mamba, num_ranks)
 
 
 def _tiled_ranges(net: DeltaNet, num_ranks: int) -> list[HeadRange]:
@@ -251,13 +256,7 @@ def check_shardable(spec: DecoderSpec, num_ranks: int, mode: Mode = "gather") ->
     """Raise ConfigError for a model that cannot be split over so many ranks."""
     mixers: list[WithHeads] = [*spec.attentions, *spec.delta_nets, *spec.mambas]
     for mixer in mixers:
-        head_ranges(mixer, num_ranks)
-    groups = next((each.num_groups for each in spec.mambas if has_whole(each, num_ranks)), None)
-    if groups is not None and mode == "reduce":
-        raise ConfigError(
-            f"tensor_parallel_mode 'reduce': the heads of a Mamba-2 are normed in {groups} groups, which "
-            f"{num_ranks} ranks cannot divide; use --tensor-parallel-mode gather"
-        )
+        head_ranges(mixer, num_ranks, mode)
     part = next((part.name for layer in spec.layers for part in layer.parts), None)
     if part is not None:
         raise ConfigError(f"tensor_parallel_size {num_ranks}: layers with the part {part!r} are not supported yet")

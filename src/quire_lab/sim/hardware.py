@@ -22,7 +22,7 @@ from quire.core.errors import ConfigError
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.config import num_layer_weights
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.sharding import ADDED_BYTES, Mode, Shard
+from quire.model.sharding import ADDED_BYTES, Mode, Shard, divides_norm
 from quire.model.spec import DecoderSpec
 from quire_lab.sim.footprint import DTYPE_BYTES, scheme_bits, stored_kv_bytes_per_token
 
@@ -142,7 +142,8 @@ class Exchanges(NamedTuple):
     ) -> "Exchanges":
         """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count.
 
-        All-reduces are one per sublayer, in the activations' dtype over a ring (Shoeybi et al. 2019).
+        All-reduces are one per sublayer, in the activations' dtype over a ring (Shoeybi et al. 2019). Ranks that add
+        exchange the squares of groups of a Mamba-2 that they divide, a float32 for each row and group.
         """
         others, mixers = num_ranks - 1, [layer.mixer for layer in spec.layers if layer.mixer is not None]
         num_sums = len(mixers) + len(spec.feed_forwards)
@@ -153,10 +154,12 @@ class Exchanges(NamedTuple):
         partial_bytes = 4 * num_tokens * spec.hidden_size
         if mode == "all-reduce":
             return cls(num_sums, num_sums * 2 * num_tokens * spec.hidden_size * itemsize * others // num_ranks)
+        normed = [each.num_groups for each in spec.mambas if divides_norm(each, num_ranks)]
+        square_bytes = others * 4 * num_tokens * sum(normed)
         if partial_bytes <= ADDED_BYTES:
-            return cls(num_sums, num_sums * others * partial_bytes)
+            return cls(num_sums + len(normed), num_sums * others * partial_bytes + square_bytes)
         moved = partial_bytes + num_tokens * spec.hidden_size * itemsize  # partial sums, then sums
-        return cls(2 * num_sums, num_sums * moved * others // num_ranks)
+        return cls(2 * num_sums + len(normed), num_sums * moved * others // num_ranks + square_bytes)
 
 
 class CostModel:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from support.random_folder import HYBRID, MIXTURE, PARALLEL_HYBRID, write_random_folder
+from support.random_folder import HYBRID, MIXTURE, NORMED_HYBRID, PARALLEL_HYBRID, write_random_folder
 from support.random_model import write_random_model
 
 
@@ -26,3 +26,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def parallel_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_folder(tmp_path_factory.mktemp("parallel_hybrid"), PARALLEL_HYBRID)
+
+
+@pytest.fixture(scope="package")
+def normed_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_folder(tmp_path_factory.mktemp("normed_hybrid"), NORMED_HYBRID)

@@ -21,7 +21,7 @@ from quire_lab.sim.models import read_model
 from quire_lab.sim.planning import plan_memory
 from support.faults import raising
 from support.peft_folders import ALL, write_adapter
-from support.random_folder import HYBRID, MIXTURE, PARALLEL_HYBRID, write_random_folder
+from support.random_folder import HYBRID, MIXTURE, NORMED_HYBRID, PARALLEL_HYBRID, write_random_folder
 from support.rank_answers import GREEDY, PROMPTS, SAMPLED, answers
 from support.server import is_running, wait_until
 from support.stopping import stopped
@@ -148,6 +148,7 @@ def distance(outputs: list[RequestOutput], others: list[RequestOutput]) -> float
         ("hybrid", 4, {"tensor_parallel_mode": "reduce"}),  # 3 key heads, 6 value heads
         ("parallel_hybrid", 4, {"quantization": "int8", "dtype": "bfloat16"}),
         ("parallel_hybrid", 3, {"tensor_parallel_mode": "reduce"}),
+        ("normed_hybrid", 4, {"tensor_parallel_mode": "reduce"}), ("normed_hybrid", 2, {}),
     ],
 )  # fmt: skip
 def test_plan_is_what_the_ranks_hold(
@@ -184,6 +185,7 @@ FUSED: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "norms over all heads": (SMALL | {"architectures": ["Olmo2ForCausalLM"]}, ALL),
     "gated delta nets": (HYBRID, (*ALL, "in_proj_qkv", "in_proj_z", "out_proj")),
     "Mamba-2 beside attention": (PARALLEL_HYBRID, (*ALL, "in_proj", "out_proj")),
+    "heads that are normed together": (NORMED_HYBRID, (*ALL, "in_proj", "out_proj")),
 }  # fmt: skip
 
 
@@ -213,6 +215,7 @@ def test_adapters_have_the_bits_of_one_process(family: str, tmp_path: Path) -> N
         ("single modules", 2, {}), ("fused modules", 2, {}), ("rows in groups", 3, {}), ("norms over all heads", 2, {}),
         ("single modules", 2, {"dtype": "bfloat16"}), ("single modules", 2, {"dtype": "float16"}),
         ("single modules", 2, {"dtype": "bfloat16", "quantization": "int8"}),
+        ("heads that are normed together", 2, {"dtype": "float16"}),
     ],
 )  # fmt: skip
 def test_adapters_of_partial_sums_give_the_same_bits_every_time(

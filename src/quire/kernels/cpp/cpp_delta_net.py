@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from quire.core.arrays import UINT8, Array, DType, dtype_name
 from quire.extension import _kernels
 from quire.kernels.conversion import converted
+from quire.kernels.cpp.cpp_gather import sum_exchange
 from quire.kernels.cpp.dtypes import address, kernel_dtype, pair, row_stride
 from quire.kernels.delta_net import DeltaInputs, DeltaNetSpec, StateRows, StateShape
 from quire.kernels.mamba import MambaSpec
@@ -81,9 +82,10 @@ def mamba_weights(spec: MambaSpec) -> _kernels.MambaWeights:
     weights = spec.conv_weight, spec.conv_bias, spec.rate, spec.rate_bias, spec.skip, spec.norm_weight
     assert all(each is None or each.flags.c_contiguous for each in weights), "weights with gaps"
     conv_weight, conv_bias, rate, rate_bias, skip, norm_weight = map(address, weights)
+    span = (sum_exchange(None), 0, 0, 0) if spec.span is None else (sum_exchange(spec.span.sum), *spec.span[1:])
     return _kernels.MambaWeights(
         *spec.heads[:4], spec.taps, spec.length, conv_weight, conv_bias, rate, rate_bias, skip, norm_weight,
-        spec.norm_eps, spec.gate_factor, spec.rate_factor, spec.is_norm_first,
+        spec.norm_eps, spec.gate_factor, spec.rate_factor, spec.is_norm_first, _kernels.NormSpan(*span),
     )  # fmt: skip
 
 

@@ -7,9 +7,10 @@ import numpy as np
 from quire.core.arrays import Array
 from quire.extension import _kernels
 from quire.kernels.conversion import converted
+from quire.kernels.cpp.cpp_gather import sum_exchange
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import address, pair
-from quire.kernels.layers import Expert, ExpertSplit, GatherHook, Linear, Routing, SumHook
+from quire.kernels.layers import Expert, ExpertSplit, GatherHook, Linear, Routing
 
 _COMPUTE = pair("experts")
 
@@ -60,7 +61,7 @@ class CppExperts:
             ),
             _exchange(None if split is None else split.routed),
             _exchange(None if split is None else split.shared),
-            _sum(None if split is None else split.sums),
+            sum_exchange(None if split is None else split.sums),
         )
         self._dtype = router.kernel_dtype
 
@@ -81,10 +82,3 @@ def _exchange(gather: GatherHook | None) -> _kernels.ColumnExchange:
         return _kernels.ColumnExchange(0, 0)
     assert gather.address is not None, "an exchange without a function of the extension"
     return _kernels.ColumnExchange(*gather.address)
-
-
-def _sum(sums: SumHook | None) -> _kernels.SumExchange:
-    if sums is None:
-        return _kernels.SumExchange(0, 0)
-    assert sums.address is not None, "a sum without a function of the extension"
-    return _kernels.SumExchange(*sums.address)

@@ -9,6 +9,7 @@ from quire.extension import _kernels
 from quire.kernels.conversion import converted
 from quire.kernels.cpp.cpp_linear import CppLinear
 from quire.kernels.cpp.dtypes import kernel_dtype
+from quire.kernels.layers import SumHook
 
 InterruptedExchangeError = _kernels.InterruptedExchangeError
 HEADER_BYTES = _kernels.RankGroup.header_bytes
@@ -55,6 +56,14 @@ class CppSum:
         own, out = np.ascontiguousarray(own), np.empty(own.shape, kernel_dtype(dtype))
         self._sum.sum(_kernels.address(own), _kernels.address(out), len(own), out.dtype == FLOAT32)
         return converted(out, dtype)
+
+
+def sum_exchange(sums: SumHook | None) -> _kernels.SumExchange:
+    """Return a hook as the extension takes it; None: sums are whole."""
+    if sums is None:
+        return _kernels.SumExchange(0, 0)
+    assert sums.address is not None, "a sum without a function of the extension"
+    return _kernels.SumExchange(*sums.address)
 
 
 class JoinedHead:

@@ -19,14 +19,20 @@ def mamba(
     u = [v | k | q] of x is convolved over its last `taps` tokens, zeros before the sequence, with a bias, and silu of
     it is taken. With d = softplus(rate_factor * dt + rate_bias): S = exp(-rate * d) * S + k (x) d * v;
     o = q^T S + skip * v, rounded to x's dtype. The result is norm_weight * o * silu(z) / rms(o * silu(z)), a mean over
-    each group's heads, what is divided rounded to x's dtype. All else is float32.
+    each group's heads, on all ranks that have some, what is divided rounded to x's dtype. All else is float32.
     """
     width, inputs = spec.heads.width, x[:, spec.heads.width :]
     heads_out = computed_over_states(spec, partial(_token, spec), inputs, context_lens, states, query_starts, rows)
-    out = x.new_empty(len(x), width)
-    for row, values in enumerate(heads_out):
-        out[row] = _gated_norm(spec, values.flatten().to(x.dtype).float(), x[row, :width].float(), x.dtype)
-    return out
+    values = [each.flatten().to(x.dtype).float() for each in heads_out]
+    gates = [silu(z.float() * spec.gate_factor) for z in x[:, :width]]  # row by row: torch's bits depend on the shape
+    if not spec.is_norm_first or spec.norm_weight is None:
+        values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    if spec.norm_weight is not None:
+        pairs = zip(values, _mean_squares(spec, values), strict=True)
+        values = [spec.norm_weight * _divided(spec, each, mean).to(x.dtype).float() for each, mean in pairs]
+        if spec.is_norm_first:
+            values = [value * gate for value, gate in zip(values, gates, strict=True)]
+    return torch.stack(values).to(x.dtype)
 
 
 def _token(spec: MambaSpec, state: Tensor, window: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -42,11 +48,19 @@ def _token(spec: MambaSpec, state: Tensor, window: list[Tensor]) -> tuple[Tensor
     return (query[:, :, None] * state).sum(1) + spec.skip[:, None] * value, state
 
 
-def _gated_norm(spec: MambaSpec, values: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
-    gate = silu(z * spec.gate_factor)
-    values = values if spec.is_norm_first else values * gate
-    if spec.norm_weight is not None:
-        groups = values.view(spec.heads.num_key_heads, -1)
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + spec.norm_eps)
-        values = spec.norm_weight * normed.flatten().to(dtype).float()
-    return values * gate if spec.is_norm_first else values
+def _mean_squares(spec: MambaSpec, rows: list[Tensor]) -> Tensor:
+    """Return the means of the squares of each group, over all ranks that have heads of it: [num_tokens, groups here].
+    """
+    num_groups, span = spec.heads.num_key_heads, spec.span
+    if span is None:
+        return torch.stack([row.view(num_groups, -1).square().mean(-1) for row in rows])
+    sums = torch.stack([row.view(num_groups, -1).square().sum(-1) for row in rows])
+    own = slice(span.first_group, span.first_group + num_groups)
+    parts = sums.new_zeros(len(rows), span.num_groups)
+    parts[:, own] = sums
+    found: Tensor = span.sum(parts, parts.dtype)
+    return found[:, own] / span.width
+
+
+def _divided(spec: MambaSpec, row: Tensor, mean_squares: Tensor) -> Tensor:
+    return (row.view(len(mean_squares), -1) * torch.rsqrt(mean_squares[:, None] + spec.norm_eps)).flatten()
