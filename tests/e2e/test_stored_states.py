@@ -183,3 +183,25 @@ def test_session_with_a_state_that_is_evicted_while_it_is_saved_is_not_saved(
         session.save("tokens-alone")
         session.delete()
         assert llm.restore_session("tokens-alone").token_ids == PROMPT
+
+
+@pytest.mark.parametrize("name", ["delta net", "mamba"])
+def test_session_that_is_saved_late_has_its_state(models: dict[str, Path], name: str, tmp_path: Path) -> None:
+    """Pins of four sequences keep four of eight slots, whatever has run since; a fifth pin gives up the first's."""
+    others = [[number + 2 + place * 7 % 250 for place in range(100)] for number in range(20)]
+    settings, more = SIZES | {"kv_disk_write_policy": "reused", "max_model_len": 112, "num_kv_blocks": 96}, [9, 8, 7]
+    prompts = [[own, *PROMPT[1:40]] for own in range(1, 6)]
+    expected, _ = ask(models[name], None, prompts[1] + more)
+    with LLM(models[name], kv_disk_dir=tmp_path, **settings) as llm:
+        sessions = [llm.create_session({"prompt_token_ids": each}) for each in prompts]
+        llm.generate(others, GREEDY, use_tqdm=False)
+        assert llm.kv_stats().states["kept_slots"] == 4
+        for number, each in enumerate(sessions):
+            each.save(f"{number}")
+        llm._engine.engine.scheduler.check()
+    with LLM(models[name], kv_disk_dir=tmp_path, **settings) as llm:
+        restored = [llm.restore_session(f"{number}") for number in range(5)]
+        (output,) = llm.generate([restored[1].prompt(more)], GREEDY, use_tqdm=False)
+        assert answers_of(output) == expected
+        saved = SavedSessions(tmp_path)
+        assert [saved.read(saved.owner_of(None), f"{number}")[0].num_blocks for number in range(5)] == [0, 2, 2, 2, 2]

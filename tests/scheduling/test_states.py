@@ -308,3 +308,40 @@ def test_slot_that_is_loaded_into_is_taken_before_a_snapshot_of_a_running_sequen
     states.end_lease(91)
     machine.check()
     machine.assert_empty()
+
+
+def test_pins_keep_their_snapshots_in_half_of_the_slots() -> None:
+    machine = harness(num_state_slots=6, max_num_seqs=2, max_model_len=100)
+    pins = [machine.pin([own] * 22) for own in (1, 2, 3)]
+    machine.run()
+    others = [[own] * 18 for own in range(10, 30)]
+    cached_tokens(machine, *others)
+    states = machine.cache.states
+    assert states is not None
+    assert states.stats()["kept_slots"] == 3
+    assert [cached_tokens(machine, [own] * 30)[0] for own in (1, 2, 3)] == [20, 20, 20]
+    machine.pin([4] * 22)
+    machine.run()
+    cached_tokens(machine, *others)
+    assert states.stats()["kept_slots"] == 3, "that of the first pin is not kept any more"
+    assert [cached_tokens(machine, [own] * 30)[0] for own in (1, 2, 3, 4)] == [0, 20, 20, 20]
+    for pin in pins[1:]:
+        assert machine.scheduler.abort(pin.request_id)
+    assert states.stats()["kept_slots"] == 1
+    cached_tokens(machine, *others)
+    assert cached_tokens(machine, [2] * 30) == [0]
+
+
+def test_kept_snapshots_give_way_to_running_sequences() -> None:
+    """Two beams that part take three slots; the pin has blocks alone from then on, and its prompt is computed again."""
+    machine = harness(num_state_slots=3, max_num_seqs=2, max_model_len=100)
+    machine.pin([1] * 22)
+    machine.run()
+    states = machine.cache.states
+    assert states is not None
+    assert states.stats()["kept_slots"] == 1
+    request = machine.add_beams(PROMPT, BeamSearchParams(2, 16, ignore_eos=True))
+    machine.run()
+    machine.assert_right(request)
+    assert states.stats()["kept_slots"] == 0
+    assert cached_tokens(machine, [1] * 30) == [0]

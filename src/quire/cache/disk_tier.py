@@ -128,11 +128,10 @@ class StoredStates:
         Nothing if no block has one, or if `num_slots` do not hold them.
         """
         assert self._tree is not None, "states without a prefix tree"
-        snapshots = self._tree.snapshots
-        column = next((each for each in reversed(range(len(blocks))) if blocks[each] in snapshots), None)
+        column = self._tree.last_column(blocks)
         if column is None or column + 1 + self.parts.num_parts > num_slots:
             return b"", []
-        found = [*blocks[: column + 1], *self.parts.numbers(snapshots[blocks[column]])]
+        found = [*blocks[: column + 1], *self.parts.numbers(self._tree.snapshots[blocks[column]])]
         return packed[: (column + 1) * self._num_bytes] + self._tokens, found
 
     def are_there(self, sources: Sequence[int]) -> bool:

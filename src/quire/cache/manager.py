@@ -233,9 +233,19 @@ class KVCacheManager:
     def pin(self, pin_id: int, seq_id: int) -> None:
         """Keep the blocks of a sequence until `unpin`, whatever becomes of it. Needs prefix caching.
 
-        All of its tokens have been computed, and it holds all of its blocks. For the end of a step.
+        All of its tokens have been computed, and it holds all of its blocks. For the end of a step. Its last state is
+        kept, too, as far as `States.keep` keeps it.
         """
         self.prefixes.pin(pin_id, self._tables[seq_id])
+        if self.states is not None:
+            self.states.settle(seq_id)
+            self.states.keep(pin_id, self.pins[pin_id].table.columns)
+
+    def unpin(self, pin_id: int) -> bool:
+        """Release what a pin keeps, between two steps; False if there is none."""
+        if self.states is not None:
+            self.states.end_keep(pin_id)
+        return self.pins.unpin(pin_id)
 
     def end_step(self) -> None:
         """End the step under way: what it has computed can be found from now on.

@@ -14,7 +14,7 @@ the plan is complete that reads it last.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,13 +97,18 @@ class SnapshotTree(PrefixTree):
             self.snapshots[block] = slot
         self.snapshots.move_to_end(block)
 
-    def evict(self) -> bool:
-        """Give up the snapshot that was used the longest ago; False if there is none."""
-        if not self.snapshots:
+    def evict(self, kept: Collection[int] = ()) -> bool:
+        """Give up the snapshot that was used the longest ago, none in the slots `kept`; False if there is none."""
+        block = next((block for block, slot in self.snapshots.items() if slot not in kept), None)
+        if block is None:
             return False
-        self.slots.release(self.snapshots.popitem(last=False)[1])
+        self.slots.release(self.snapshots.pop(block))
         self.num_evicted += 1
         return True
+
+    def last_column(self, blocks: Sequence[int]) -> int | None:
+        """Return the place of the last of some blocks that has a snapshot; None: none has."""
+        return next((column for column in reversed(range(len(blocks))) if blocks[column] in self.snapshots), None)
 
     def with_state(self, match: PrefixMatch, stop: int, pool: BlockPool) -> PrefixMatch:
         """Return a match of whole blocks of a pool as far as there is a state that leaves one of `stop` tokens."""
@@ -132,6 +137,8 @@ class States:
         self._num_planned = self._num_ended = 0         # steps
         self._num_taken = 0                             # snapshots planned since start
         self._leased: dict[int, int] = {}               # slot of each lease, to be filled with a snapshot
+        self._kept: dict[int, int] = {}                 # slot of each keeper of a snapshot, the oldest first
+        self._kept_slots = frozenset[int]()
 
     @property
     def num_slots(self) -> int:
@@ -270,18 +277,21 @@ class States:
         return state.slot
 
     def _make_room(self) -> None:
-        """Give up a snapshot: of the tree, or else one that is being loaded, or the oldest of a running sequence."""
+        """Give up a snapshot: of the tree, or else one that is being loaded, is kept, or a running sequence holds."""
         if self._tree_evicts():
             return
         if self._leased:
             self.slots.release(self._leased.pop(next(iter(self._leased))))
+            return
+        if self._kept:
+            self._give_up()
             return
         holder = next((each for each in self._states.values() if each.snapshots), None)
         assert holder is not None, "more sequences run than there are slots for"
         self.slots.release(holder.snapshots.pop(0).slot)
 
     def _tree_evicts(self) -> bool:
-        return self._tree is not None and self._tree.evict()
+        return self._tree is not None and self._tree.evict(self._kept_slots)
 
     def _positions(self, state: SequenceState, committed: int, num_prompt_tokens: int) -> list[int]:
         """Return where a sequence leaves snapshots in a step, ascending, at most MAX_SNAPSHOTS.
@@ -353,6 +363,35 @@ class States:
     def _release_sources(self) -> None:
         while self._sources:
             self._swap_slots.release(self._sources.pop())
+
+    # --- snapshots that are kept ------------------------------------------------------------------------------------
+
+    def keep(self, keeper: int, blocks: Sequence[int]) -> int | None:
+        """Keep the snapshot of the last of some blocks that has one; return its slot, None if none has.
+
+        At most half of the slots are kept. For one more the oldest is given up, and so are all, where running sequences
+        need their slots: what is given up is in the tree like any other. keeper: the id of a pin.
+        """
+        column = None if self._tree is None else self._tree.last_column(blocks)
+        if self._tree is None or column is None or keeper in self._kept:
+            return None
+        slot = self._tree.snapshots[blocks[column]]
+        while slot not in self._kept_slots and len(self._kept_slots) >= max(1, self.num_slots // 2):
+            self._give_up()
+        self.slots.share(slot)
+        self._kept[keeper] = slot
+        self._kept_slots |= {slot}
+        return slot
+
+    def end_keep(self, keeper: int) -> None:
+        """Keep a snapshot no more, if it is kept still."""
+        if (slot := self._kept.pop(keeper, None)) is not None:
+            self.slots.release(slot)
+            self._kept_slots = frozenset(self._kept.values())
+
+    def _give_up(self) -> None:
+        """Keep one snapshot less, the one that has been kept the longest."""
+        self.end_keep(next(iter(self._kept)))
 
     # --- snapshots from elsewhere: see quire.cache.loads -------------------------------------------------------------
 
@@ -432,14 +471,15 @@ class States:
     # --- seen -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Return how many slots there are, have states of running sequences, and have snapshots alone."""
+        """Return how many slots there are, have states of running sequences, have snapshots alone, and kept ones."""
         used = {state.slot for state in self._states.values()} - {NONE}
         held = {each.slot for state in self._states.values() for each in state.snapshots}
-        held |= set() if self._tree is None else set(self._tree.snapshots.values())
+        held |= self._kept_slots if self._tree is None else {*self._tree.snapshots.values(), *self._kept_slots}
         return {
             "total_slots": self.num_slots,
             "used_slots": len(used),
             "snapshot_slots": len(held - used),
+            "kept_slots": len(self._kept_slots - used),
             "snapshots": self._num_taken,
             "evicted_snapshots": 0 if self._tree is None else self._tree.num_evicted,
             "swap_total_slots": self._swap_slots.num_blocks,
@@ -451,7 +491,9 @@ class States:
         assert not self._forks, "forks of a plan that is not complete"
         holders = Counter(state.slot for state in self._states.values())
         holders.update(each.slot for state in self._states.values() for each in state.snapshots)
-        holders.update(self._leased.values())
+        holders.update((*self._leased.values(), *self._kept.values()))
+        assert self._kept_slots == set(self._kept.values()), f"slots {self._kept_slots} are kept, not {self._kept}"
+        assert len(self._kept_slots) <= max(1, self.num_slots // 2), f"{self._kept} are kept of {self.num_slots} slots"
         if self._tree is not None:
             holders.update(self._tree.snapshots.values())
             gone = [block for block in self._tree.snapshots if block not in self._tree]

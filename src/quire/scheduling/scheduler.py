@@ -134,7 +134,7 @@ class Scheduler:
         if request is not None:
             self._finish_all(request)
             return True
-        is_pin = self.cache.pins.unpin(request_id)
+        is_pin = self.cache.unpin(request_id)
         if is_pin:
             self._update_pin_limits()
         return is_pin

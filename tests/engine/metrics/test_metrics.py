@@ -71,7 +71,7 @@ GAUGES: dict[str, list[dict[str, str]]] = {
     "quire:kv_transfer_consumers": [{}],
     "quire:kv_transfer_peers": [{"state": state} for state in ("connected", "unconnected", "incompatible")],
     "quire:image_cache_rows": [{}],
-    "quire:state_slots": [{"state": state} for state in ("used", "snapshot", "free")],
+    "quire:state_slots": [{"state": state} for state in ("used", "snapshot", "kept", "free")],
     "quire:weights_bytes": [{"dtype": "", "quantization": ""}],
     "quire:cuda_graphs": [{"state": state} for state in ("captured", "failed")],
 }

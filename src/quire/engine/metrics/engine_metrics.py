@@ -592,8 +592,9 @@ class EngineMetrics:
     def _state_families(self) -> Iterator[Metric]:
         """Yield the families of the states of sequences: 0 for a model that keeps none."""
         states, own = defaultdict[str, int](int, self._kv.states), self._own
-        used, snapshots = states["used_slots"], states["snapshot_slots"]
-        slots = {"used": used, "snapshot": snapshots, "free": states["total_slots"] - used - snapshots}
+        used, snapshots, kept = states["used_slots"], states["snapshot_slots"], states["kept_slots"]
+        slots = {"used": used, "snapshot": snapshots - kept, "kept": kept}
+        slots["free"] = states["total_slots"] - used - snapshots
         yield gauge("quire:state_slots", "Slots for states of sequences.", *by("state", slots, own))
         yield counter("quire:state_snapshots_total", "Snapshots that steps have taken.", (own, states["snapshots"]))
         evicted = (own, states["evicted_snapshots"])
