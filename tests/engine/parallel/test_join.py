@@ -72,7 +72,8 @@ class Port:
 
 
 @pytest.fixture
-def port() -> Iterator[Port]:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[Port]:
+    monkeypatch.setattr(join, "HANDSHAKE_TIMEOUT_S", TIMEOUT_S)     # sockets that say nothing stay open meanwhile
     with ExitStack() as closing:
         yield Port(closing)
 
@@ -187,7 +188,7 @@ def sockets() -> Iterator[Sockets]:
 def test_ranks_with_one_secret_know_each_other(sockets: Sockets) -> None:
     with ThreadPoolExecutor(1) as threads:
         greeted = threads.submit(greet, sockets[0], KEY)
-        to_leader, from_leader = answer(sockets[1], KEY, 3)
+        to_leader, from_leader = answer(sockets[1], KEY, 3, TIMEOUT_S)
         rank, (to_rank, from_rank) = greeted.result()
     assert rank == 3
     for content in (b"", b"first", b"second"):
@@ -203,20 +204,20 @@ def test_another_secret_is_refused_on_both_sides(sockets: Sockets) -> None:
     with ThreadPoolExecutor(1) as threads:
         refusing = threads.submit(refuse)
         with pytest.raises(ConfigError, match="node 0 refuses the secret: node_secret_file must be the same"):
-            answer(sockets[1], OTHER, 1)
+            answer(sockets[1], OTHER, 1, TIMEOUT_S)
         refusing.result()
 
 
 def test_leader_without_the_secret_is_refused(sockets: Sockets) -> None:
     sockets[0].sendall(join.RANKS.greeting + join.VERSION + bytes(32) + bytes(CODE_BYTES))
     with pytest.raises(ConfigError, match="node 0 has another secret"):
-        answer(sockets[1], KEY, 1)
+        answer(sockets[1], KEY, 1, TIMEOUT_S)
 
 
 def test_what_is_no_node_is_refused(sockets: Sockets) -> None:
     sockets[0].sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\n\r\n" + bytes(100))
     with pytest.raises(ConfigError, match="what listens at master_addr and master_port is not node 0 of Quire"):
-        answer(sockets[1], KEY, 1)
+        answer(sockets[1], KEY, 1, TIMEOUT_S)
 
 
 def test_another_version_is_named_on_both_sides(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_another_version_is_named_on_both_sides(sockets: Sockets, monkeypatch: p
     sockets[0].sendall(greeting + join._code(KEY, b"leader", bytes(32) + claim))
     monkeypatch.setattr(join, "secrets", SimpleNamespace(token_bytes=bytes))
     with pytest.raises(ConfigError, match=rf"rank 1 runs Quire .*, rank 0 runs {__version__}"):
-        answer(sockets[1], KEY, 1)
+        answer(sockets[1], KEY, 1, TIMEOUT_S)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(claim + join._code(KEY, b"rank", bytes(32) + claim))
