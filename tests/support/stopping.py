@@ -32,7 +32,8 @@ def stopped_children(pid: int) -> Iterator[None]:
 
 def _thread_states(pid: int) -> set[str]:
     states = set()
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(OSError):  # it has just ended
-            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    with suppress(FileNotFoundError):  # the process has just ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # it has just ended
+                states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
     return states

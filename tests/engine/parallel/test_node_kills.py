@@ -118,7 +118,7 @@ def check_row(
         assert again.token_ids() == expected_tokens(model)
         again.server.signal(signal.SIGTERM)
         assert again.server.wait() == 0
-        status, output = again.command.wait(60)
+        status, output = again.command.wait()
         assert (status, output.splitlines()[-1]) == (1, "quire: rank 0 was closed")
         assert not again.pids()
 
