@@ -8,7 +8,6 @@ import hmac
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -65,13 +64,18 @@ class Channel:
         self._socket, self._decode, self._seals, self._most_bytes = connection, decode, seals, most_bytes
         self._sending = threading.Lock()
         self._received = SimpleQueue[Any]()
-        self._heard_s = time.monotonic()
+        self._was_heard, self._num_silent_looks = True, 0
         self.silence_limit_s = math.inf
 
-    @property
     def is_silent(self) -> bool:
-        """Whether nothing was heard of the other end for longer than the limit."""
-        return time.monotonic() - self._heard_s > self.silence_limit_s
+        """Return whether nothing was heard of the other end for longer than the limit; asked every BEAT_INTERVAL_S.
+
+        Looks are counted, not time: a process that was stopped, perhaps with all others of the machine, has missed
+        looks, and has not read yet what was sent meanwhile.
+        """
+        was_heard, self._was_heard = self._was_heard, False
+        self._num_silent_looks = 0 if was_heard else self._num_silent_looks + 1
+        return self._num_silent_looks * BEAT_INTERVAL_S > self.silence_limit_s
 
     def start(
         self, on_end: Callable[[], None] = lambda: None, handles: Callable[[Any], bool] = lambda message: False
@@ -132,7 +136,7 @@ class Channel:
                 while (content := read_frame(stream, self._most_bytes)) is not None:
                     if self._seals is not None:
                         content = self._seals[1].open(content)
-                    self._heard_s = time.monotonic()
+                    self._was_heard = True
                     if content and not handles(message := self._decode(content)):
                         self._received.put(message)
         except (OSError, ValueError, msgspec.DecodeError):

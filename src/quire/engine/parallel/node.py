@@ -45,16 +45,12 @@ class Members:
 
     def wait(self) -> EngineError:
         """Wait until one of them ends, or is silent because it is stopped; return the reason."""
-        silent = set[int]()  # at the last look: this process may have been stopped itself, and has to read first
         while True:
             with suppress(Empty):
                 rank, ended = self._ends.get(timeout=BEAT_INTERVAL_S)
                 break
-            was_silent, silent = silent, set()
             for rank, (process, channel) in zip(self._ranks, self._processes, strict=True):
-                if channel.is_silent:
-                    silent.add(rank)
-                if rank in silent & was_silent:
+                if channel.is_silent():
                     process.kill()
                     limit_s = channel.silence_limit_s
                     return EngineError(f"the process of rank {rank} gave no sign for {limit_s:g} s (stall_limit)")

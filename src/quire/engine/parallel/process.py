@@ -108,7 +108,7 @@ def _start_beating(channel: Channel, on_silence: Callable[[], None]) -> None:
     """Start to send heartbeats; `on_silence` is called when the other end is silent for too long."""
 
     def beat() -> None:
-        while not channel.is_silent:
+        while not channel.is_silent():
             channel.beat()
             time.sleep(BEAT_INTERVAL_S)
         on_silence()

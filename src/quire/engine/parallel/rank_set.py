@@ -300,5 +300,5 @@ class RankSet:
             self.on_beat()
             for peer in list(self.peers):
                 peer.channel.beat()
-                if peer.channel.is_silent:
+                if peer.channel.is_silent():
                     self.lose(peer.lost(f"gave no sign for {limit_s:g} s"))
