@@ -101,7 +101,7 @@ STEPS = (
 
 
 class Result(NamedTuple):
-    """How a step has ended: 0, another status, or None where its time was up, and the last line that it printed."""
+    """End of a step: 0, another status, or None where its time was up, and the last line that it printed."""
 
     status: int | None
     seconds: float

@@ -50,7 +50,7 @@ class Figures(NamedTuple):
 
 
 class Contest(NamedTuple):
-    """What every server is asked."""
+    """Requests that every server gets."""
 
     model: str
     prompt_len: int

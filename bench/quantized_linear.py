@@ -34,7 +34,7 @@ WHOLE = 1 << 20  # a group longer than any row
 
 
 class Format(NamedTuple):
-    """How weights are stored, and the inputs that share a scale of int8 activations: 0 where they are expanded."""
+    """Format of weights, and the inputs that share a scale of int8 activations: 0 where they are expanded."""
 
     element: str
     group: int = WHOLE

@@ -34,7 +34,7 @@ class Tensor(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a file says of a model, but for its number of layers, and the tensors of each layer."""
+    """Metadata of a file, but for its number of layers, and the tensors of each layer."""
 
     architecture: str
     metadata: Mapping[str, Value]

@@ -250,7 +250,7 @@ def answer(model: str) -> None:
 
 
 class Engine(Protocol):
-    """What is measured: a method for each row that it has."""
+    """Engine that is measured: a method for each row that it has."""
 
     def prompt(self) -> float: ...
     def one(self) -> float: ...

@@ -1,4 +1,4 @@
-"""What a record costs an engine, and how fast it is replayed: steps of decodes without a model, on the real classes.
+"""Cost of a record in an engine, and speed of its replay: steps of decodes without a model, on the real classes.
 
 One engine runs without either, with a record and with the ring of recent plans in turns of random order: engines
 beside each other differ by more than that, as their objects lie elsewhere. Turns are short, so that what else the

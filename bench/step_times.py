@@ -1,4 +1,4 @@
-"""How well a step's time is predicted: steps of random mixtures of prompts and decodes, by the steps before them.
+"""Errors of predicted step times: steps of random mixtures of prompts and decodes, by the steps before them.
 
     python bench/step_times.py MODEL                                        # settings of the table, in turns
     python bench/step_times.py MODEL --settings '{"cpu_isa": "avx2"}' --seconds 60

@@ -11,7 +11,7 @@ def test_no_modules_import_each_other() -> None:
     assert structure.import_circles() == []
 
 
-def test_module_docstrings_open_with_a_noun_phrase() -> None:
+def test_no_docstring_opens_with_a_question_word() -> None:
     assert structure.question_openings() == []
 
 

@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class FetchError(Exception):
-    """What was asked for cannot be had. Nothing has its name."""
+    """A file that was asked for cannot be had. Nothing has its name."""
 
 
 @dataclass(frozen=True, slots=True)

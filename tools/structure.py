@@ -90,9 +90,9 @@ def persons() -> list[tuple[Path, str]]:
 
 
 def question_openings(sources: Path = SOURCES) -> list[Path]:
-    """Return the modules whose docstring opens with a question word instead of a noun phrase."""
-    openings = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in modules(sources).values()}
-    return [path for path, text in openings.items() if QUESTIONS.match(text)]
+    """Return the modules with a docstring that opens with a question word: their own, a class's or a function's."""
+    texts = {path: docstrings(ast.parse(path.read_text())) for path in modules(sources).values()}
+    return [path for path, found in texts.items() if any(map(QUESTIONS.match, found))]
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -188,7 +188,7 @@ def main() -> None:
     """Print every figure."""
     counts = {
         "who, whom, whose, somebody, nobody": len(persons()),
-        "modules that open with a question word": len(question_openings()),
+        "modules with docstrings that open with a question word": len(question_openings()),
         f"classes with over {MAX_ATTRIBUTES} attributes": len(crowded_classes()),
         "class names defined twice": len(repeated_classes()),
         "import circles": len(import_circles()),

@@ -168,7 +168,7 @@ class LLM:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the weights or the KV cache are freed."""
+        """True if the weights or the KV cache are freed."""
         return bool(self._runner.sleeping)
 
     def _sleepable(self, method: str) -> OfflineEngine:

@@ -54,7 +54,7 @@ class Tickets:
 
     @property
     def num_left(self) -> int:
-        """What is left to do for an idle engine: leases that will end."""
+        """Number of operations left for an idle engine: leases that will end."""
         return len(self._tickets)
 
     @property

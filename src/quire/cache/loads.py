@@ -29,7 +29,7 @@ MAX_JOBS = 4             # reads at once
 
 
 class Wanted(NamedTuple):
-    """What a waiting request would compute: its first `num_tokens` tokens, and the rate of that, if it is known."""
+    """Prefix that a waiting request would compute: its first `num_tokens` tokens, and the rate of that, if known."""
 
     request_id: int
     scope: Scope
@@ -82,7 +82,7 @@ class KVLoad(ABC):
 
 
 class LoadSource(Protocol):
-    """Where blocks are loaded from: a store on a disk, or other engines."""
+    """Source that blocks are loaded from: a store on a disk, or other engines."""
 
     @property
     def is_ready(self) -> bool:

@@ -270,7 +270,7 @@ class Execution:
 
 
 class Life:
-    """What happened to one request, in lines."""
+    """Events of one request, as lines of text."""
 
     def __init__(self, request_id: int) -> None:
         self._id = request_id

@@ -36,7 +36,7 @@ DEMO_NAME = "quire-demo"
 
 @dataclass(frozen=True, slots=True)
 class DeployOptions:
-    """How a model is deployed. `cpus_per_engine`: for each of its ranks."""
+    """Options of a deployment. `cpus_per_engine`: for each of its ranks."""
 
     min_replicas: int = 1
     max_replicas: int = 1

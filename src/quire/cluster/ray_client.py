@@ -151,7 +151,7 @@ class RayClient(SingleEngine):
 
     @property
     def is_alive(self) -> bool:
-        """Whether an engine answers: Ray Serve replaces replicas that die."""
+        """True if an engine answers: Ray Serve replaces replicas that die."""
         return True
 
     @property

@@ -41,7 +41,7 @@ class ImageSpan(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How far the position of what follows is behind its index, where tokens of images have rows and columns."""
+        """Distance of the position behind the image from its index, where tokens of images have rows and columns."""
         return self.num_tokens - max(self.grid)
 
 

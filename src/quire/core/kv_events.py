@@ -23,7 +23,7 @@ _MAX_PORT = (1 << 16) - 1
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Where events are published, and what is kept of them. `replay_endpoint`: None, there are no replays.
+    """Address that events are published at, and bounds of what is kept. `replay_endpoint`: None, there are no replays.
 
     `buffer_steps` and `buffer_bytes` bound the batches that are kept for replays, `max_queue_size` those that wait for
     the publisher, `hwm` those that wait for one subscriber. `use_int_block_hashes`: a block's name is the last 64 bits

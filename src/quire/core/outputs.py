@@ -65,7 +65,7 @@ class PromptChunk(NamedTuple):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on one monotonic clock, and what it waited for.
+    """Times of a request's events, in seconds on one monotonic clock, and the reasons of its waits.
 
     `waited_steps`: how many steps it was kept out of before it first ran, by WaitReason. One that was passed over for
     its prefix may count for what held back the requests behind it, too.

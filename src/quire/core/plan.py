@@ -81,7 +81,7 @@ MAX_SNAPSHOTS = 2  # states that a sequence leaves behind in one step (csrc/stat
 
 
 class EntryState(NamedTuple):
-    """What a step does with the state of an entry: see quire.cache.states.
+    """Reads and writes of an entry's state in a step: see quire.cache.states.
 
     Slot `read` has the state after `committed` tokens, and the inputs of those up to the entry's start; read -1: the
     sequence begins. Slot `write`, which may be `read`, gets the state after `commit_to` tokens, and the inputs of those
@@ -139,7 +139,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     @property
     def kind(self) -> StepKind:
-        """Whether sequences decode, a prompt is computed, or both. A prompt's last token alone counts as a decode."""
+        """Kind of the work: decodes, chunks of prompts, or both. A prompt's last token alone counts as a decode."""
         counts = self.counts
         if max(counts) == 1:
             return "decode"

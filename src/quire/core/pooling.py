@@ -39,7 +39,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_reranker(self) -> bool:
-        """Whether it scores pairs by itself."""
+        """True if it scores pairs by itself."""
         return self.score_token_ids is not None or self.score_tokens is not None or self.has_classifier
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Pool(msgspec.Struct, tag="pool", array_like=True, frozen=True):
 
     @property
     def reads_all_states(self) -> bool:
-        """Whether the hidden states of the whole prompt are needed: none may come from the prefix cache."""
+        """True if the hidden states of the whole prompt are needed: none may come from the prefix cache."""
         return self.kind != "last"
 
 

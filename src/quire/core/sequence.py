@@ -111,23 +111,23 @@ class Request:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the keys and values of its prompt are kept for another engine."""
+        """True if the keys and values of its prompt are kept for another engine."""
         return self.transfer is not None and not self.transfer.peer
 
     @property
     def has_begun(self) -> bool:
-        """Whether one of its branches has a token, or has ended."""
+        """True if one of its branches has a token, or has ended."""
         live = self.live
         return len(live) < self.params.n or any(branch.num_output_tokens for branch in live)
 
     @property
     def has_deadline(self) -> bool:
-        """Whether its client has set one."""
+        """True if its client has set one."""
         return self.params.ttft_deadline_ms is not None or self.params.deadline_ms is not None
 
     @property
     def due_s(self) -> float:
-        """When its next deadline passes, on the engine's clock: before its first token the earlier of both; or inf.
+        """Time of its next deadline on the engine's clock: before its first token the earlier of both; or inf.
 
         Only where its branches are: without them it counts as ended.
         """
@@ -144,11 +144,11 @@ class Request:
 
     @property
     def reads_cache(self) -> bool:
-        """Whether its prompt is looked up in the prefix cache: not where each of its hidden states is needed."""
+        """True if its prompt is looked up in the prefix cache: not where each of its hidden states is needed."""
         params = self.params
         return params.prompt_logprobs is None and params.prompt_logprob_token_ids is None and not self.keeps_state
 
     @property
     def keeps_state(self) -> bool:
-        """Whether the worker keeps a sum over the prompt, which is lost with the row: a preempted one starts again."""
+        """True if the worker keeps a sum over the prompt, which is lost with the row: a preempted one starts again."""
         return isinstance(self.task, Pool) and self.task.reads_all_states

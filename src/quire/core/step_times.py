@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 
 class StepWork(NamedTuple):
-    """What a step computes.
+    """Work of a step, for the prediction of its time.
 
     num_tokens: those of chunks, behind which nothing is drawn; num_attended: pairs of a query and a token that it sees;
     num_context: tokens of the contexts, the new ones included, over all rows; num_samples: tokens behind which the next
@@ -43,7 +43,7 @@ StepKind = Literal["decode", "mixed", "prefill"]  # decodes only, prompts beside
 
 
 class StepTiming(NamedTuple):
-    """How long a step took, and that over the seconds that the prices before it predicted.
+    """Seconds of a step, and their ratio to the seconds that the prices before it predicted.
 
     `seconds` is None without a measurement, `ratio` without a prediction. Short steps are compared in lots, in the
     timing of the last one.

@@ -58,7 +58,7 @@ class PooledEntry(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the last token of the prompt."""
+        """True if it ends with the last token of the prompt."""
         return self.start + self.end - self.begin == self.state.num_tokens
 
     def scored(self, hidden: Tensor) -> NDArray[np.float32]:

@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def num_moves_left(self) -> int:
-        """What is left to do for an idle engine: blocks on their way, and leases of other engines."""
+        """Number of operations left for an idle engine: blocks on their way, and leases of other engines."""
         return sum(each.num_left for each in (self.disk, self.peers) if each is not None)
 
     def move_blocks(self) -> None:

@@ -60,7 +60,7 @@ decode_report = msgspec.msgpack.Decoder(Identify | Block | ReadEnded).decode
 
 
 class Place(NamedTuple):
-    """Where a producer listens."""
+    """Address that a producer listens at."""
 
     name: str
     host: str
@@ -329,7 +329,7 @@ class KVConsumer:
 
     @property
     def num_left(self) -> int:
-        """What is left to do for an idle engine: reads that will end."""
+        """Number of operations left for an idle engine: reads that will end."""
         return len(self._reads)
 
     @property
@@ -341,7 +341,7 @@ class KVConsumer:
 
     @property
     def stats(self) -> dict[str, float]:
-        """What was fetched, for `KVStats.transfer`."""
+        """Counts of fetched blocks, for `KVStats.transfer`."""
         found: dict[str, float] = {"received_bytes": self._reads.num_bytes, "receive_s": self._reads.seconds}
         found |= {"queries_tokens": self.num_queried_tokens, "hits_tokens": self.num_hit_tokens}
         found |= {f"peers_{name}": count for name, count in self.states.items()}
@@ -476,13 +476,13 @@ class KVPeers:
 
     @property
     def num_left(self) -> int:
-        """What is left to do for an idle engine: reads and leases that will end."""
+        """Number of operations left for an idle engine: reads and leases that will end."""
         num_reads = 0 if self.consumer is None else self.consumer.num_left
         return num_reads + (0 if self.producer is None else len(self.producer.tickets))
 
     @property
     def is_reading(self) -> bool:
-        """Whether reads from peers are under way."""
+        """True if reads from peers are under way."""
         return self.consumer is not None and self.consumer.num_left > 0
 
     def check(self, transfer: KVTransfer) -> None:
@@ -509,7 +509,7 @@ class KVPeers:
             self.consumer.wait(timeout_s)
 
     def stats(self) -> dict[str, float]:
-        """What was moved to and from other engines: `KVStats.transfer`."""
+        """Return the counts of blocks moved to and from other engines: `KVStats.transfer`."""
         return {key: value for part in (self.consumer, self.producer) if part for key, value in part.stats.items()}
 
     def close(self) -> None:

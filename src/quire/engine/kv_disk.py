@@ -48,7 +48,7 @@ class KVDisk:
 
     @property
     def num_left(self) -> int:
-        """What is left to do for an idle engine: runs of blocks to write, writes that will end, and sessions."""
+        """Number of operations left for an idle engine: runs of blocks to write, writes that will end, and sessions."""
         num_sessions = 0 if self.sessions is None else self.sessions.num_left
         return len(self.tier.writes) + self._num_writing + num_sessions
 

@@ -116,7 +116,7 @@ class KVProducer:
 
     @property
     def stats(self) -> dict[str, float]:
-        """What is kept and was sent, for `KVStats.transfer`."""
+        """Counts of kept and sent blocks, for `KVStats.transfer`."""
         sent = self.num_sent_blocks * self.blocks.block_bytes
         found: dict[str, float] = {"held_blocks": self.tickets.num_blocks, "consumers": self.num_consumers}
         found["sent_bytes"] = sent

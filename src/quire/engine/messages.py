@@ -283,7 +283,7 @@ class AdapterReply(msgspec.Struct, tag="adapter_reply", array_like=True, frozen=
 
 
 class Profile(msgspec.Struct, array_like=True, frozen=True):
-    """What an engine did while it was profiled.
+    """Profile of an engine.
 
     `ops`: name, kind and seconds of each op of the layers, in their order; empty where they are not timed. `frames`:
     function, file and line; `stacks`: numbers of frames, outermost first; `threads`: by name, the number of a stack and
@@ -321,7 +321,7 @@ SessionCode = Literal[
 
 
 class SessionBlocks(msgspec.Struct, array_like=True, frozen=True):
-    """What has become of a session's blocks: they are in its store, or were found there. `code`: why not."""
+    """Outcome of saving or finding a session's blocks in its store. `code`: the reason of a failure."""
 
     num_blocks: int = 0
     num_bytes: int = 0

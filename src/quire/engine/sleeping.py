@@ -18,7 +18,7 @@ from quire.engine.sizing import same_sizes
 
 
 class SleepingEngine:
-    """What is left of an engine without requests, which is closed; the caller drops it, and then calls `free`."""
+    """Rest of an engine without requests, which is closed; the caller drops the engine, and then calls `free`."""
 
     def __init__(self, engine: AssembledEngine, level: int, *, loads_tokenizer: bool) -> None:
         engine.engine.close()

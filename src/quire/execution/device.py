@@ -26,7 +26,7 @@ class StepLimits(NamedTuple):
 
 
 class Device(Protocol):
-    """What an engine asks of the device of its model. It exists before the model is loaded."""
+    """Device of a model, as an engine uses it. It exists before the model is loaded."""
 
     @property
     def tensor_device(self) -> Any:  # noqa: ANN401 ("cpu", or a torch.device)

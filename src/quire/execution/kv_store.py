@@ -377,7 +377,7 @@ class _Staging:
 
 
 class _Finished:
-    """What threads have finished, for the engine to collect."""
+    """Work that threads have finished, for the engine to collect."""
 
     def __init__(self) -> None:
         self._items: deque[_WriteEnd | LoadedBlocks] = deque()

@@ -141,5 +141,5 @@ class Routing:
 
     @property
     def is_by_score(self) -> bool:
-        """Whether experts are chosen by their scores alone, and weighted by the softmax of these."""
+        """True if experts are chosen by their scores alone, and weighted by the softmax of these."""
         return not (self.is_sigmoid or self.has_bias or self.num_groups > 1)

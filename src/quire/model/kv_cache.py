@@ -108,7 +108,7 @@ class KVGeometry:
 
     @property
     def has_tails(self) -> bool:
-        """Whether a block can be found only as a whole: its tail is that of its end."""
+        """True if a block can be found only as a whole: its tail is that of its end."""
         return any(isinstance(layer, LayerTail) for layer in self.layers)
 
     def joined(self, *others: "KVGeometry") -> "KVGeometry":

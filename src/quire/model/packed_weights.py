@@ -53,7 +53,7 @@ _ARRAYS = ("packed", "order", "groups", "codebook")  # fields of a `PackedWeight
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """Where packed weights are: a file with the suffix .quire, or a folder with a file for each model and setting.
+    """Place of packed weights: a file with the suffix .quire, or a folder with a file for each model and setting.
 
     `must_write`: a file that cannot be written is an error, and another process that writes one is waited for.
     """

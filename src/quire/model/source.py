@@ -39,7 +39,7 @@ class ModelSource(Protocol):
 
     @property
     def spec(self) -> DecoderSpec:
-        """What the config describes."""
+        """Spec that the config describes."""
 
     def dtype(self, asked: str = "auto") -> str:
         """Return the name of the dtype asked for, or of the model's own. ConfigError, ModelError: `resolved_dtype`."""

@@ -296,7 +296,7 @@ class Attention:
 
     @property
     def num_projected(self) -> int:
-        """How many of queries, keys and values are projected."""
+        """Number of queries, keys and values that are projected."""
         return 1 if self.cache_layer is not None else 2 if self.are_values_keys else 3
 
     @property
@@ -503,7 +503,7 @@ class Classifier:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What each layer adds to the stream behind its feed-forward (Gemma 4): `size` dimensions of a token, gated.
+    """Input that each layer adds to the stream behind its feed-forward (Gemma 4): `size` dimensions of a token, gated.
 
     They are a row of a table, and a projection of the token's embedding.
     """
@@ -639,7 +639,7 @@ class DecoderSpec:
 
     @property
     def has_tails(self) -> bool:
-        """Whether blocks keep inputs of short convolutions beside keys and values."""
+        """True if blocks keep inputs of short convolutions beside keys and values."""
         return any(isinstance(layer.mixer, ShortConv) for layer in self.layers)
 
     @property
@@ -654,7 +654,7 @@ class DecoderSpec:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep a state per sequence."""
+        """True if layers keep a state per sequence."""
         return bool(self.delta_nets or self.mambas)
 
     @property
@@ -669,7 +669,7 @@ class DecoderSpec:
 
     @property
     def is_mtp(self) -> bool:
-        """Whether it is an MTP head: its embeddings and its layer to logits are those of its target."""
+        """True if it is an MTP head: its embeddings and its layer to logits are those of its target."""
         return self.weights.mtp_projection is not None
 
     @property
@@ -679,12 +679,12 @@ class DecoderSpec:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is a decoder; else an encoder."""
+        """True if it is a decoder; else an encoder."""
         return self.attentions[0].is_causal
 
     @property
     def generates(self) -> bool:
-        """Whether it has logits of next tokens."""
+        """True if it has logits of next tokens."""
         return self.is_causal and self.has_head
 
     @property
@@ -810,7 +810,7 @@ class VisionSpec:
 
     @property
     def has_places(self) -> bool:
-        """Whether the decoder's tokens of images have positions by row and column."""
+        """True if the decoder's tokens of images have positions by row and column."""
         return self.merging is not None and bool(self.merging.axes)
 
     @property

@@ -28,7 +28,7 @@ Rank = tuple[Any, ...]  # sort key of waiting requests: the lower is admitted fi
 
 
 class Lack(NamedTuple):
-    """What keeps a waiting request out of steps. `is_for_all`: every later one that may lack it does, in this step."""
+    """Resource that a waiting request lacks. `is_for_all`: later requests that may need it lack it in this step."""
 
     reason: WaitReason
     is_for_all: bool = False

@@ -31,7 +31,7 @@ class StopSignals:
 
     @property
     def received(self) -> bool:
-        """Whether a first signal was received."""
+        """True if a first signal was received."""
         return self.number is not None
 
     @property

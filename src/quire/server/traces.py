@@ -145,7 +145,7 @@ class TraceContext(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CallTrace:
-    """What is kept of a call until its spans are made. Times in seconds of the monotonic clock; None: not reached."""
+    """Record of a call until its spans are made. Times in seconds of the monotonic clock; None: not reached."""
 
     path: str
     started_s: float
@@ -248,7 +248,7 @@ class CallTrace:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the server failed to answer."""
+        """True if the server failed to answer."""
         return self.status is not None and self.status >= 500
 
     def _latencies(self) -> Attributes:

@@ -50,7 +50,7 @@ class TemplateForms:
 
     @property
     def tells_format(self) -> bool:
-        """Whether tools are described to the model with the format of calls, since the template shows neither."""
+        """True if tools are described to the model with the format of calls, since the template shows neither."""
         return not self.shows_tools and not self.shows_calls
 
     def describe(self) -> str:

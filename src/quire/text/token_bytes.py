@@ -54,7 +54,7 @@ def has_every_byte(tokens: Collection[str]) -> bool:
 
 
 class DecodingRule(NamedTuple):
-    """How a decoder turns a token into bytes, and whether it drops one space from the beginning of a text."""
+    """Conversion of tokens into bytes. The decoder may drop one space from the beginning of a text."""
 
     to_bytes: Callable[[str], bytes]
     drops_first_space: bool

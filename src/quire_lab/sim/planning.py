@@ -399,7 +399,7 @@ CONTEXT_LEN = 1024  # tokens of each sequence that decodes, or the longest that 
 
 
 class TargetPrice(NamedTuple):
-    """What a target costs beside a number of decodes."""
+    """Cost of a target beside a number of decodes."""
 
     num_decodes: int
     decode_s: float

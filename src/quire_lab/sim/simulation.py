@@ -213,7 +213,7 @@ class SimulatedRun:
 
 
 class SimulatedStep(NamedTuple):
-    """What an engine reports of a step, and when."""
+    """Report of an engine's step, and its time."""
 
     ended_s: float
     admissions: list[Admission]
@@ -268,7 +268,7 @@ class Simulation:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request waits or runs."""
+        """True if a request waits or runs."""
         return self._scheduler.has_requests
 
     @property

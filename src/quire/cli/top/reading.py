@@ -121,7 +121,7 @@ class Quantiles(NamedTuple):
 
 
 class View(msgspec.Struct, frozen=True):
-    """What an engine did between two readings, or all of them. None: nothing happened of which it could be told."""
+    """Figures of an engine, or of all, between two readings. None: no event in between has one."""
 
     engine: str  # its number; "all"
     running: int  # requests

@@ -76,7 +76,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Controls:
-    """What the keys have chosen."""
+    """State of the view that keys change."""
 
     is_paused: bool = False
     sort: int = 0  # index in SORTS

@@ -68,7 +68,7 @@ class TokenMasks(NamedTuple):
 
 
 class RowProgress(NamedTuple):
-    """What a grammar makes of the tokens that were sampled for its row."""
+    """Progress of a grammar over the tokens that were sampled for its row."""
 
     num_kept: int                    # tokens kept; fewer than all only if the grammar has ended
     has_ended: bool = False          # the output is complete, and only an end of sequence could follow

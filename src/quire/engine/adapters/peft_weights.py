@@ -192,7 +192,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class ModelTargets:
-    """What an adapter may change of a model, or of a rank's part of it: linear layers of attention and feed-forward."""
+    """Linear layers of attention and feed-forward that an adapter may change, in a model or in a rank's part of it."""
 
     def __init__(
         self,

@@ -183,7 +183,7 @@ class AdapterStore:
 
     @property
     def is_held(self) -> bool:
-        """Whether a limit holds up all further requests with adapters in this step."""
+        """True if a limit holds up all further requests with adapters in this step."""
         return self._is_held
 
     def is_ready(self, request: Request) -> bool:

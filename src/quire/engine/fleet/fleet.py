@@ -54,7 +54,7 @@ MAX_FAILED_STARTS = 5   # failures in a row of each engine, while none is alive
 
 @dataclass(frozen=True, slots=True)
 class FleetSettings:
-    """What all engines of a fleet have in common."""
+    """Settings that all engines of a fleet share."""
 
     options: EngineOptions
     metrics: Metrics
@@ -375,7 +375,7 @@ class Fleet(BaseClient):
 
     @property
     def death_reason(self) -> str:
-        """Why no engine answers; for a fleet that is not alive."""
+        """Reason that no engine answers; for a fleet that is not alive."""
         reasons = (f"engine {number}: {client.death_reason}" for number, client in enumerate(self._clients))
         return f"all engines are dead; {'; '.join(reasons)}"
 

@@ -52,7 +52,7 @@ class LoopThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on this thread."""
+        """True if the caller is on this thread."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:

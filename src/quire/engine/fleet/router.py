@@ -123,7 +123,7 @@ class _Routed:
 
 @dataclass(slots=True)
 class _Engine:
-    """What is known of an engine."""
+    """State of an engine, as the router knows it."""
 
     index: PrefixIndex
     requests: dict[int, _Routed] = field(default_factory=dict)

@@ -354,7 +354,7 @@ class EngineMetrics:
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
+        """Numbers of running and of waiting requests."""
         num_waiting = max(self._state.num_waiting, self.num_queued)  # the engine reports the latest only after a step
         return self._state.num_running, num_waiting
 

@@ -158,7 +158,7 @@ class CacheOptions:
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Where events are published; None: they are off. Raises ConfigError for what is not supported."""
+        """Settings of KV events; None: they are off. Raises ConfigError for what is not supported."""
         return parse_kv_events(self.kv_events_config, self.prefix_caching_hash_algo)
 
     def _check_cache(self) -> None:

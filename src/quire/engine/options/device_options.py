@@ -26,7 +26,7 @@ def parse_sizes(texts: list[str]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class DeviceOptions:
-    """Where a model runs, and by which kernels."""
+    """Device of a model, and its kernels."""
 
     device: Device = _device(
         "auto", "where the model runs",
@@ -89,7 +89,7 @@ class DeviceOptions:
 
     @property
     def captures_at_start(self) -> bool:
-        """Whether an engine on a GPU captures all its graphs at start."""
+        """True if an engine on a GPU captures all its graphs at start."""
         return self.capture_graphs is not False
 
     def _check_graphs(self) -> None:

@@ -140,17 +140,17 @@ class ParallelOptions:
 
     @property
     def is_over_network(self) -> bool:
-        """Whether ranks of one model may be on several machines."""
+        """True if ranks of one model may be on several machines."""
         return self.nnodes > 1 or (self.distributed_executor_backend == "ray" and self.tensor_parallel_size > 1)
 
     @property
     def is_kv_producer(self) -> bool:
-        """Whether the engine keeps KV blocks for other engines."""
+        """True if the engine keeps KV blocks for other engines."""
         return self.kv_role in ("producer", "both")
 
     @property
     def is_kv_consumer(self) -> bool:
-        """Whether the engine fetches KV blocks from other engines."""
+        """True if the engine fetches KV blocks from other engines."""
         return self.kv_role in ("consumer", "both")
 
     @property

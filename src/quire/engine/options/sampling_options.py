@@ -13,7 +13,7 @@ OVERRIDE = "override_generation_config"
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class SamplingOptions:
-    """What requests have that say nothing else, and what they may ask for."""
+    """Defaults of requests, and limits of what they may ask for."""
 
     generation_config: str = _model(
         "auto", "defaults of sampling: auto (the model's generation_config.json), vllm (none), or a folder or hub id",

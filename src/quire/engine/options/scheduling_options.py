@@ -32,7 +32,7 @@ DEFAULT_ITL_TARGET_MS = "500"  # a gap that a reader of a stream hardly notices
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class SchedulingOptions:
-    """What a step may hold and take."""
+    """Limits and policies of steps."""
 
     max_num_seqs: int | None = _scheduling(
         None, "sequences in one step", low=1, high=MAX_NUM_SEQS, flag_default=DEFAULT_MAX_NUM_SEQS,

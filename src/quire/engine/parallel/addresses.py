@@ -22,7 +22,7 @@ FIND_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """Where rank 0 listens, and the key of the run. Port 0: a free one."""
+    """Address that rank 0 listens at, and the key of the run. Port 0: a free one."""
 
     address: str
     port: int

@@ -48,7 +48,7 @@ CONNECT_PAUSE_S = 0.2
 
 
 class JoinKind(NamedTuple):
-    """What joins what, in the greeting and in errors."""
+    """Names of the two sides, in the greeting and in errors."""
 
     greeting: bytes
     host: str       # the end that accepts

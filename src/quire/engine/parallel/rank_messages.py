@@ -137,7 +137,7 @@ Command = (
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """From a rank: it has started."""
+    """Message of a rank: it has started."""
 
     version: str
     isas: tuple[str, ...]           # instruction sets of its CPU, the best first
@@ -145,42 +145,42 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """From a rank: its part of the model is in memory."""
+    """Message of a rank: its part of the model is in memory."""
 
     weight_bytes: int
 
 
 class Measured(msgspec.Struct, tag="measured", array_like=True, frozen=True):
-    """From a rank: the bytes that its weights and the largest step leave for the KV cache."""
+    """Message of a rank: the bytes that its weights and the largest step leave for the KV cache."""
 
     kv_bytes: int
 
 
 class Captured(msgspec.Struct, tag="captured", array_like=True, frozen=True):
-    """From the rank of a GPU: whether it has the graph."""
+    """Message of a rank with a GPU: it has the graph, or not."""
 
     is_captured: bool
 
 
 class Allocated(msgspec.Struct, tag="allocated", array_like=True, frozen=True):
-    """From a rank: it is ready for steps."""
+    """Message of a rank: it is ready for steps."""
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """From a rank, which ends: it cannot start. `kind` as in `quire.engine.messages.Failed`."""
+    """Message of a rank that ends: it cannot start. `kind` as in `quire.engine.messages.Failed`."""
 
     kind: str
     message: str
 
 
 class Stopped(msgspec.Struct, tag="stopped", array_like=True, frozen=True):
-    """From a rank: it has left an interrupted step; with a reason, if the step failed on it."""
+    """Message of a rank: it has left an interrupted step; with a reason, if the step failed on it."""
 
     reason: str | None
 
 
 class AdapterRead(msgspec.Struct, tag="adapter read", array_like=True, frozen=True):
-    """From a rank, the answer to LoadAdapter: the adapter is in memory, or cannot be read, for a reason."""
+    """Message of a rank, the answer to LoadAdapter: the adapter is in memory, or cannot be read, for a reason."""
 
     digest: str
     reason: str | None
@@ -190,7 +190,7 @@ Report = Hello | Loaded | Measured | Allocated | Captured | Refused | Stopped | 
 
 
 class Join(msgspec.Struct, tag="join", array_like=True, frozen=True):
-    """From the command of a node to the process of a rank: join the run at this address."""
+    """Message from the command of a node to the process of a rank: join the run at this address."""
 
     options: EngineOptions
     rank: int

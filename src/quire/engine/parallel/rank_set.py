@@ -88,7 +88,7 @@ class Transport(Protocol):
 
 
 class RankDevice(Protocol):
-    """What rank 0 does otherwise by the kind of the ranks' devices."""
+    """Operations of rank 0 that differ by the kind of the ranks' devices."""
 
     kind: Literal["cpu", "cuda"]
 

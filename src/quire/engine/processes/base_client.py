@@ -20,7 +20,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class BaseClient(ABC):
-    """What a server asks of its engines. Lives on one event loop."""
+    """Client of the server's engines. Lives on one event loop."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, ready: Ready, inputs: InputProcessor, request_ids: Iterator[int]
@@ -135,12 +135,12 @@ class BaseClient(ABC):
     @property
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether an engine answers."""
+        """True if an engine answers."""
 
     @property
     @abstractmethod
     def death_reason(self) -> str:
-        """Why no engine answers; for a client that is not alive."""
+        """Reason that no engine answers; for a client that is not alive."""
 
     @property
     @abstractmethod
@@ -198,7 +198,7 @@ class BaseClient(ABC):
 
 
 class SingleEngine(BaseClient):
-    """What a server asks of each engine alone."""
+    """Client of one engine."""
 
     state: EngineState
     _streams: RequestStreams

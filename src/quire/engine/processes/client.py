@@ -249,7 +249,7 @@ class EngineClient(SingleEngine):
 
     @property
     def secret(self) -> bytes:
-        """What the engines of its fleet share."""
+        """Secret that the engines of its fleet share."""
         return self._connection.engine.secret
 
     @property
@@ -365,12 +365,12 @@ class EngineClient(SingleEngine):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine still answers."""
+        """True if the engine still answers."""
         return not (self._connection.is_closed or self._death.done())
 
     @property
     def death_reason(self) -> str:
-        """Why the engine no longer answers; for a client that is not alive."""
+        """Reason that the engine no longer answers; for a client that is not alive."""
         return self._death.result() if self._death.done() else "the engine process ended"
 
     @property

@@ -51,7 +51,7 @@ def asked_of(request: Request) -> Asked:
 
 
 class Before(NamedTuple):
-    """What waits before a request: how many requests, and the work of their prompts."""
+    """Queue before a request: the number of requests, and the work of their prompts."""
 
     num_requests: int = 0
     prompts: StepWork = StepWork()
@@ -163,7 +163,7 @@ class _Answer:
 
 
 class _Seat(NamedTuple):
-    """When a seat is free: after so many steps, in which so many sequences decode."""
+    """Time until a seat is free: a number of steps, in which a number of sequences decode."""
 
     num_steps: float = 0.0
     num_decoding: int = 0

@@ -58,7 +58,7 @@ def record_start(options: EngineOptions, config: SchedulerConfig, cache: CacheCo
 
 
 class Recording(Struct, array_like=True, frozen=True):
-    """What a recorder's process is given before the events: where its file is to be, of at most so many bytes."""
+    """First message to a recorder's process: the path of its file, and the most bytes that it may have."""
 
     start: RecordStart
     folder: str

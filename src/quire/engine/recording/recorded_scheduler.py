@@ -56,7 +56,7 @@ _WHOLE_EVERY = 64               # plans
 
 
 class Sink(Protocol):
-    """What takes frames of events: a recorder, or the way to one in another process."""
+    """Receiver of frames of events: a recorder, or the connection to one in another process."""
 
     def send(self, events: bytes | bytearray) -> None:
         """Take a frame with the next events, or none."""

@@ -93,7 +93,7 @@ class RecordReplay:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether each step that was planned is over."""
+        """True if each step that was planned is over."""
         return self._num_open == 0 and self._fault is None
 
     def snapshot(self) -> bytes:

@@ -25,7 +25,7 @@ _END = -1               # a token that no record has: behind those of a branch
 
 @dataclass(slots=True)
 class Outcome:
-    """What a request had of its policy, in seconds from its arrival. None: it did not get there."""
+    """Times of a request under a policy, in seconds from its arrival. None: not reached."""
 
     client_id: str
     arrived_s: float
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class RecordedRequests:
-    """What is run again: requests with their arrivals, the tokens of each branch, and the prices of steps."""
+    """Recorded requests with their arrivals, the tokens of each branch, and the prices of steps."""
 
     start: RecordStart
     requests: list[tuple[float, bytes]] = field(default_factory=list)

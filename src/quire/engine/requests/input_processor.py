@@ -51,7 +51,7 @@ S = TypeVar("S", list[int], PackedTokens)
 
 
 class Truncation(NamedTuple):
-    """How many tokens of a prompt are kept, its last ones or its first ones."""
+    """Number of tokens of a prompt that are kept, its last ones or its first ones."""
 
     num_tokens: int
     keeps_last: bool = True

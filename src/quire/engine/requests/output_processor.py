@@ -303,7 +303,7 @@ class OutputProcessor:
         self._requests: dict[int, _RequestState] = {}
 
     def __contains__(self, request_id: int) -> bool:
-        """Whether a request was added, and its last output has not been read."""
+        """True if a request was added, and its last output has not been read."""
         return request_id in self._requests
 
     def __len__(self) -> int:

@@ -204,7 +204,7 @@ MAX_INSTRUCTION_CHARS = 4096
 
 
 class PairOptions(NamedTuple):
-    """How pairs become prompts: checked by `pair_options`. A maximum of 0 tokens is none."""
+    """Options of prompts that are made of pairs: checked by `pair_options`. A maximum of 0 tokens is none."""
 
     truncation: Truncation | None = None
     instruction: str = INSTRUCTION

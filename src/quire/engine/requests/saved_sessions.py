@@ -45,7 +45,7 @@ _PROCESS = secrets.token_hex(8)     # part of the names of unfinished folders, a
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """What `session.json` says: a session without its keys and values."""
+    """Content of `session.json`: a session without its keys and values."""
 
     name: str
     model: str             # name of the model that was asked for

@@ -128,7 +128,7 @@ def install() -> None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What one layer asks of attention."""
+    """Attention of one layer."""
 
     num_heads: int
     num_kv_heads: int

@@ -101,7 +101,7 @@ class RecentOutputs:
 
 @dataclass(slots=True)
 class RowOutput:
-    """What a row adds to a text. `pending`: tokens that the text lacks, and some before them."""
+    """Tokens that a row adds to a text. `pending`: tokens that the text lacks, and some before them."""
 
     text: int = NO_TEXT
     num_added: int = 0     # known tokens that are in the text, or are not to be added

@@ -64,7 +64,7 @@ class CppLinear:
 
     @property
     def packed_address(self) -> int:
-        """Where the packed weight begins."""
+        """Address of the first byte of the packed weight."""
         return self._addresses[0]
 
     @property
@@ -213,7 +213,7 @@ class CppUp:
 
     @property
     def packed_address(self) -> int:
-        """Where the packed weight begins."""
+        """Address of the first byte of the packed weight."""
         return address(self._packed)
 
     def __call__(self, inner: Array, /) -> Array:

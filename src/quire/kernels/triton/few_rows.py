@@ -50,7 +50,7 @@ SECTOR = tl.constexpr(16)  # elements that the L2 cache fetches at least: 32 byt
 
 
 class FewRowsTile(NamedTuple):
-    """What a program computes for up to `max_rows` rows. A layer with a residual has `num_parts` programs of a tile.
+    """Tile of a program for up to `max_rows` rows. A layer with a residual has `num_parts` programs of a tile.
 
     A program has at most 99 KiB of shared memory, in four stages: a processor of sm_86, 89 and 120 has no more.
     """

@@ -43,7 +43,7 @@ class PackedFileError(ModelError):
 
 
 class Record(NamedTuple):
-    """What the file keeps under a name, of one layer or of one tensor."""
+    """Entry of the file, of one layer or of one tensor."""
 
     fields: Fields
     arrays: dict[str, Array]

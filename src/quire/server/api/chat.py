@@ -192,7 +192,7 @@ class MessageReader:
 
     @property
     def has_complete_calls(self) -> bool:
-        """Whether the message has tool calls so far, and each of them has ended."""
+        """True if the message has tool calls so far, and each of them has ended."""
         return bool(self._num_calls and not self._num_open)
 
     def events(self, piece: CompletionOutput, *, is_last: bool) -> Iterator[list[Event]]:

@@ -129,7 +129,7 @@ class ResponseBuilder(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """True if the client asked for a stream."""
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole response, from the last output of each prompt."""

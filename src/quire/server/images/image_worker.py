@@ -44,7 +44,7 @@ class ImageDecoded(msgspec.Struct, tag="decoded", array_like=True, frozen=True):
 
 
 class ImageRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """Why an image cannot be used."""
+    """Error of an image that cannot be used."""
 
     message: str
 

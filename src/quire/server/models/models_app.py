@@ -32,7 +32,7 @@ _PROBES = frozenset({"/health", "/ping", "/ready"})
 
 
 class Named(msgspec.Struct):
-    """What is read of a body here."""
+    """Field of a body that is read before its route is known."""
 
     model: str | None = None
 

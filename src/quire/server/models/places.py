@@ -18,7 +18,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What a model does. Each but the first takes a place. CLOSED: as LOADED, but new requests wait."""
+    """State of a model. Each but the first takes a place. CLOSED: as LOADED, but new requests wait."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
@@ -74,12 +74,12 @@ class Model:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is loaded, and no request is open or waits."""
+        """True if it is loaded, and no request is open or waits."""
         return self.state in (State.LOADED, State.CLOSED) and not self.open and not self.waiting
 
     @property
     def expires_s(self) -> float:
-        """When an idle model is unloaded; infinity for one that is not."""
+        """Time at which an idle model is unloaded; infinity for one that is not idle."""
         return self.idle_since_s + self.keep_alive_s if self.is_idle else math.inf
 
 
@@ -115,7 +115,7 @@ class Places:
 
     @property
     def next_expiry_s(self) -> float:
-        """When `tick` has something to do; infinity for never."""
+        """Time at which `tick` has a model to unload; infinity for never."""
         return min((each.expires_s for each in self._models.values()), default=math.inf)
 
     def take_actions(self) -> list[Action]:

@@ -73,7 +73,7 @@ class TemplateRenderer:
 
     @property
     def tells_format(self) -> bool:
-        """Whether tools are described with the format of calls, since the template shows neither."""
+        """True if tools are described with the format of calls, since the template shows neither."""
         forms = self._forms or {}
         used = forms.get(TOOL_TEMPLATE) or forms.get(DEFAULT_TEMPLATE)
         return used is not None and used.tells_format

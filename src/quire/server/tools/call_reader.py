@@ -120,7 +120,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class CallOutcome(Enum):
-    """What reading a call found out."""
+    """Outcome of reading a call."""
 
     NONE = "no call"  # what was consumed is text
     BROKEN = "a call without an end"

@@ -39,7 +39,7 @@ class ToolUse:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether calls are not left to the model alone."""
+        """True if calls are not left to the model alone."""
         is_strict = any(tool["function"].get("strict") for tool in self.allowed)
         is_restricted = len(self.allowed) < len(self.tools) or not self.is_parallel
         return bool(self.allowed) and (self.is_required or is_strict or is_restricted)

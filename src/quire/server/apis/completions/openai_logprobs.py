@@ -88,7 +88,7 @@ class LogprobPiece:
 
     @property
     def is_short(self) -> bool:
-        """Whether `whole` is at most one slice of work."""
+        """True if `whole` is at most one slice of work."""
         return not self._num_unknown and self._table.num_candidates <= SLICE_CANDIDATES
 
     def whole(self) -> WholeCompletionLogprobs:

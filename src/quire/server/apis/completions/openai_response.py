@@ -114,7 +114,7 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def shows_tokens(self) -> bool:
-        """Whether a token is sent even while its text is incomplete."""
+        """True if a token is sent even while its text is incomplete."""
         return self.returns_token_ids or self.checked.params.logprobs is not None
 
 
@@ -145,7 +145,7 @@ class OpenAIResponseBuilder(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """True if the client asked for a stream."""
         return self.request.stream
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:

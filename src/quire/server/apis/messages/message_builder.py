@@ -59,7 +59,7 @@ class MessageBuilder:
 
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """True if the client asked for a stream."""
         return self.request.stream
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:

@@ -104,7 +104,7 @@ _FORMAT: Schema = {
 
 
 class Effort(Strict):
-    """How much work the answer is worth."""
+    """Effort that an answer may take."""
 
     effort: str | None = None
 
@@ -125,7 +125,7 @@ class OutputConfig(Effort):
 
 
 class ConversationBody(Body):
-    """What both routes take: all that stands in the prompt."""
+    """Fields of both routes: everything in the prompt."""
 
     OTHERS: ClassVar[OtherFields] = OtherFields(
         unsupported={"compaction": (), "container": (), "mcp_servers": ([],), "thread": ({"type": "create"},)},

@@ -61,7 +61,7 @@ class ResponsesBuilder:
 
     @property
     def streams(self) -> bool:
-        """Whether the client asked for a stream."""
+        """True if the client asked for a stream."""
         return self._request.stream
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
