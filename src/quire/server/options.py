@@ -473,7 +473,8 @@ class ServerOptions(Limits):
     enable_force_include_usage: bool = _outputs(
         False, "usage in every stream, as if clients had asked", row="every stream of `/v1/completions` and "
         "`/v1/chat/completions` has its usage, so far in each chunk and whole at its end, as with `stream_options` "
-        "`include_usage` and `continuous_usage_stats`",
+        "`include_usage` and `continuous_usage_stats`; clients that add up the usage of chunks, as langchain-openai "
+        "1.7.3 does, count too much",
     )  # fmt: skip
     return_tokens_as_token_ids: bool = _outputs(
         False, "name tokens of logprobs by their ids, as if clients had asked", row="logprobs name tokens by their "
