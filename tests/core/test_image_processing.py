@@ -29,7 +29,7 @@ from quire.model.source import read_folder
 from support.small_vision import write_gemma3, write_llava
 
 SETTINGS = ImageSettings("llava", 7, 14, "crop", 28, 28, 3, 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 28)
-MODES = ("RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16", "PA")
+MODES = ("RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "PA")
 PLENTY = 1 << 25
 NO_LIMITS = PixelLimits()
 
@@ -37,8 +37,6 @@ NO_LIMITS = PixelLimits()
 def noise(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
     """Return an image of random pixels."""
     random_bytes = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
-    if mode == "I;16":
-        return Image.fromarray(random_bytes[:, :, :2].copy().view(np.uint16)[:, :, 0])
     if mode == "P":
         return Image.fromarray(random_bytes[:, :, :3]).quantize(16)
     if mode == "PA":
@@ -301,6 +299,17 @@ def test_every_mode_is_as_transformers_converts_it(mode: str, size: tuple[int, i
     image = noise(*size, mode)
     expected = transforms.convert_to_rgb(image, return_numpy=True)
     np.testing.assert_array_equal(np.asarray(as_rgb(image)), expected)
+
+
+def test_grey_of_16_bits_keeps_its_high_bytes_and_its_transparent_value() -> None:
+    """transformers converts it by Pillow alone, which clips: values from 255 on are white."""
+    grey = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
+    expected = np.repeat(grey >> 8, 3).reshape(256, 256, 3)
+    found = decoded(file_of(Image.fromarray(grey)), PLENTY)
+    np.testing.assert_array_equal(np.asarray(found), expected)
+    expected[grey == 4369] = 255
+    found = decoded(file_of(Image.fromarray(grey), transparency=4369), PLENTY)
+    np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 def test_a_file_is_upright_on_white_and_its_first_frame() -> None:

@@ -430,10 +430,26 @@ def as_rgb(image: "Image") -> "Image":
     from PIL import Image, ImageOps  # noqa: PLC0415 (an extra)
 
     image = ImageOps.exif_transpose(image)
+    if image.mode == "I;16":
+        image = _grey_in_8_bits(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
     return image.convert("RGB")
+
+
+def _grey_in_8_bits(image: "Image") -> "Image":
+    """Return a grey image of 16 bits a value (a PNG's) as its high bytes, which is how Pillow reads colours of 16 bits.
+
+    Pillow's `convert` clips instead: all values past 255, nearly the whole range, become white, and it ignores the
+    value that is transparent (Pillow 11.0.0 to 13.0.0).
+    """
+    clear = image.info.pop("transparency", None)
+    values = image.convert("I")
+    grey = values.point([value >> 8 for value in range(1 << 16)], "L")
+    if clear is not None:
+        grey.putalpha(values.point([255 * (value != clear) for value in range(1 << 16)], "L"))
+    return grey
 
 
 class _Size(NamedTuple):
