@@ -55,7 +55,7 @@ class PinnedPrefixes:
         """Add a prefix that a request has computed. `ttl_s`: the caller removes it after that."""
         num_tokens, now_s = len(request.prompt_token_ids), time.time()
         num_blocks = blocks_for(num_tokens, self._block_size)
-        expires = None if ttl_s is None else _in_seconds(ttl_s)
+        expires = None if ttl_s is None else math.ceil(now_s + ttl_s)
         prefix = PinnedPrefix(f"prefix-{uuid.uuid4().hex}", num_tokens, num_blocks, int(now_s), expires)
         self._pinned[prefix.id] = ClientPin(prefix, request.request_id, key_number)
         return prefix
