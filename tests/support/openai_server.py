@@ -11,7 +11,6 @@ import httpx
 import pytest
 import uvloop
 
-from quire.engine.launcher import EngineProcess
 from quire.engine.messages import Report
 from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
@@ -23,7 +22,7 @@ from quire.server.lifecycle import close_service
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.server.templates.template_renderer import TemplateRenderer
-from support.forked_engines import fork_engine
+from support.single_steps import SingleSteps
 from support.stopping import stopped
 
 HOST, NAME = "127.0.0.1", "tiny"
@@ -36,9 +35,9 @@ Json = dict[str, Any]
 class OpenAIServer:
     """A server that runs. Its service may only be touched by what `on_loop` runs."""
 
-    def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop, child: EngineProcess) -> None:
-        self.url, self.service, self.child = url, service, child
-        self._loop = loop
+    def __init__(self, url: str, service: Service, loop: asyncio.AbstractEventLoop, steps: SingleSteps) -> None:
+        self.url, self.service, self.child = url, service, steps.child
+        self._loop, self._steps = loop, steps
         self.http = httpx.Client(base_url=url, timeout=LIMIT_S)
 
     def on_loop(self, work: Callable[[], T]) -> T:
@@ -52,6 +51,10 @@ class OpenAIServer:
     def held(self) -> AbstractContextManager[None]:
         """Hold the engine still: requests come and go, and none of them gets any further."""
         return stopped(self.child.process.pid)
+
+    def single_steps(self) -> AbstractContextManager[Callable[[], None]]:
+        """Hold the engine still; the function runs its next step, for which a request must have arrived."""
+        return self._steps.on()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for a state of the server."""
@@ -123,9 +126,9 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
     is_ready: asyncio.Future[OpenAIServer] = loop.create_future()
 
     async def serve() -> None:
-        child = fork_engine(engine)
+        steps = SingleSteps(engine)
         metrics = Metrics(NAME)
-        client = await EngineClient.connect(child, engine, metrics.engines[0])
+        client = await EngineClient.connect(steps.child, engine, metrics.engines[0])
         service = Service(
             client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer),
             engine_options=engine,
@@ -135,7 +138,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
             with bind(HOST, 0) as listener:
                 http = HttpServer(create_app(service))
                 await http.start(listener, HOST)
-                is_ready.set_result(OpenAIServer(url_of(listener, HOST), service, loop, child))
+                is_ready.set_result(OpenAIServer(url_of(listener, HOST), service, loop, steps))
                 await ended.wait()
                 await http.stop()
         finally:

@@ -4,6 +4,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from quire.engine.options import EngineOptions
 from quire.server.errors import shutting_down
-from support.http_app import ask, make_app
+from support.http_app import ask, make_app, read_one
 from support.openai_server import LIMIT_S, NAME, OpenAIServer, openai_server
 
 PREFIXES, COMPLETIONS = "/v1/prefixes", "/v1/completions"
@@ -71,11 +72,20 @@ def post(server: OpenAIServer, path: str, **body: object) -> socket.socket:
 
 
 @contextmanager
-def occupied(server: OpenAIServer) -> Iterator[None]:
-    """Let one request take all places of a batch, so that a pin has to wait for its turn."""
-    with post(server, COMPLETIONS, **OCCUPYING):
-        server.wait_until(lambda: server.service.client.state.num_running == 1)
-        yield
+def occupied(server: OpenAIServer) -> Iterator[Callable[[Callable[[], bool]], None]]:
+    """Let one request take all places of a batch, so that a pin has to wait for its turn.
+
+    The engine stands still, however slow the test is; the yielded function runs steps until a condition holds.
+    """
+    with server.single_steps() as run_step, post(server, COMPLETIONS, **OCCUPYING):
+
+        def run_until(condition: Callable[[], bool]) -> None:
+            while not server.on_loop(condition):
+                run_step()
+
+        server.wait_until(lambda: server.service.client.num_queued == 1)
+        run_until(lambda: server.service.client.state.num_running == 1)
+        yield run_until
 
 
 def test_pin_is_made_listed_found_and_deleted(server: OpenAIServer) -> None:
@@ -174,8 +184,10 @@ def test_pin_that_would_break_a_promise_is_refused_with_the_numbers(server: Open
     assert "448 of them pinned" in error["message"]
     for prefix in listed(server):
         delete(server, prefix["id"])
-    with occupied(server):
-        status, error = server.refusal(PREFIXES, prompt=[7] * 1023)
+    with ThreadPoolExecutor(1) as pool, occupied(server) as run_until:
+        refused = pool.submit(server.refusal, PREFIXES, prompt=[7] * 1023)
+        run_until(refused.done)
+        status, error = refused.result()
         assert status == 400
         assert "a request that was let in needs 456" in error["message"]
 
@@ -235,9 +247,9 @@ def test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all(demo_model: Path
 
 
 def test_pins_under_way_count_towards_the_share(demo_model: Path) -> None:
-    with openai_server(options(demo_model), max_n=8, max_pinned_share=0.05) as server, occupied(server):
-        with post(server, PREFIXES, prompt=[7] * 320):
-            server.wait_until(lambda: num_pinned(server) == 20)
+    with openai_server(options(demo_model), max_n=8, max_pinned_share=0.05) as server:
+        with occupied(server) as run_until, post(server, PREFIXES, prompt=[7] * 320):
+            run_until(lambda: num_pinned(server) == 20)
             status, error = server.refusal(PREFIXES, prompt=[8] * 160)
             assert (status, error["param"]) == (400, "prompt")
             assert "pins hold 20 already" in error["message"]
@@ -251,16 +263,15 @@ def test_pins_that_wait_count_towards_the_queued_tokens(demo_model: Path) -> Non
         assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "prompt")
         assert "101; at most 100 may wait (max_queued_tokens)" in too_long.json()["error"]["message"]
         service = server.service
-        with occupied(server):
-            with post(server, PREFIXES, prompt=[5] * 60):
-                server.wait_until(lambda: service.client.num_queued_tokens == 60)
-                assert service.admission.num_preparing_tokens == 0, "it is counted once"
-                refused = pin(server, num_tokens=41)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_overloaded")
-                assert "60 prompt tokens x n wait already" in refused.json()["error"]["message"]
-                refused = server.http.post(COMPLETIONS, json={"prompt": [6] * 41})
-                assert refused.status_code == 429
-            server.wait_until(lambda: service.client.num_queued_tokens == 0)
+        with server.held(), post(server, PREFIXES, prompt=[5] * 60):
+            server.wait_until(lambda: service.client.num_queued_tokens == 60)
+            assert service.admission.num_preparing_tokens == 0, "it is counted once"
+            refused = pin(server, num_tokens=41)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "server_overloaded")
+            assert "60 prompt tokens x n wait already" in refused.json()["error"]["message"]
+            refused = server.http.post(COMPLETIONS, json={"prompt": [6] * 41})
+            assert refused.status_code == 429
+        server.wait_until(lambda: service.client.num_queued_tokens == 0)
         assert pin(server, num_tokens=100).status_code == 200
         assert (service.admission.num_preparing_tokens, service.client.num_queued_tokens) == (0, 0)
 
@@ -311,13 +322,12 @@ def test_routes_can_be_switched_off() -> None:
 
 
 def test_client_that_goes_leaves_nothing_pinned(server: OpenAIServer) -> None:
-    with occupied(server):
+    with occupied(server) as run_until:
         connection = post(server, PREFIXES, prompt=PREFIX)
-        server.wait_until(lambda: num_pinned(server) == 3)
-        with server.held():
-            connection.close()
-            server.wait_until(lambda: len(server.service.responses) == 1)
-        server.wait_until(lambda: num_pinned(server) == 0)
+        run_until(lambda: num_pinned(server) == 3)
+        connection.close()
+        server.wait_until(lambda: len(server.service.responses) == 1)
+        run_until(lambda: num_pinned(server) == 0)
     assert listed(server) == []
 
 
@@ -338,16 +348,16 @@ def test_client_that_goes_at_any_moment_leaves_what_is_listed(server: OpenAIServ
             delete(server, prefix["id"])
     server.wait_until(lambda: len(server.service.responses) + len(server.service.client._streams) == 0)
     server.wait_until(lambda: len(server.service.client.state.pins) == len(server.service.client.pinned))
-    assert num_pinned(server) == sum(prefix["num_blocks"] for prefix in listed(server))
+    num_listed = sum(prefix["num_blocks"] for prefix in listed(server))
+    server.wait_until(lambda: num_pinned(server) == num_listed)
 
 
 def test_end_of_the_server_unpins_what_is_under_way(server: OpenAIServer) -> None:
-    with occupied(server), post(server, PREFIXES, prompt=PREFIX) as connection:
-        server.wait_until(lambda: num_pinned(server) == 3)
-        with server.held():
-            server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
-            assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
-        server.wait_until(lambda: num_pinned(server) == 0)
+    with occupied(server) as run_until, post(server, PREFIXES, prompt=PREFIX) as connection:
+        run_until(lambda: num_pinned(server) == 3)
+        server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
+    server.wait_until(lambda: num_pinned(server) == 0)
 
 
 def test_pin_that_ends_in_the_moment_in_which_its_client_goes_is_undone(
@@ -405,16 +415,16 @@ def test_routes_ask_for_a_key_and_for_little(method: str, path: str) -> None:
 def test_death_of_the_engine_ends_who_waits(demo_model: Path) -> None:
     with openai_server(options(demo_model), max_n=8) as server:
         pinned = server.ask(PREFIXES, prompt=PREFIX)
-        with occupied(server), post(server, PREFIXES, prompt=PREFIX) as pinning:
-            server.wait_until(lambda: num_pinned(server) == 3 + 3)
+        with occupied(server) as run_until, post(server, PREFIXES, prompt=PREFIX) as pinning:
+            run_until(lambda: num_pinned(server) == 3 + 3)
             address = "127.0.0.1", httpx.URL(server.url).port or 0
-            with server.held(), socket.create_connection(address, timeout=LIMIT_S) as deleting:
+            with socket.create_connection(address, timeout=LIMIT_S) as deleting:
                 path = f"{PREFIXES}/{pinned['id']}".encode()
                 deleting.sendall(b"DELETE %s HTTP/1.1\r\nHost: test\r\n\r\n" % path)
                 server.wait_until(lambda: len(server.service.responses) == 3)
                 server.child.process.kill()
                 for connection in (pinning, deleting):
-                    answer = connection.recv(65536)
+                    answer = read_one(connection)
                     assert answer.startswith(b"HTTP/1.1 503 ")
                     assert b"engine_unhealthy" in answer
         assert delete(server, pinned["id"]).status_code == 503

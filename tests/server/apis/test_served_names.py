@@ -2,8 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quire.server.options import ServerOptions
 from support.http_app import ask, make_app
 from support.openai_server import NAME, OpenAIServer, openai_server
 from support.peft_folders import write_adapter
-from support.server import running_server
+from support.server import running_server, wait_until
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -118,34 +119,39 @@ def test_metrics_name_the_adapters_of_requests(server: OpenAIServer) -> None:
     load(server, "b")
     long = {"prompt": PROMPT, "n": 8, "max_tokens": 900, "ignore_eos": True, "stream": True}
 
-    def wait_for(running: str, waiting: str) -> str:
+    def page_with(running: str, waiting: str, before_each: Callable[[], None] = lambda: None) -> str:
+        """Return the first page with these adapters."""
         expected = {"running_lora_adapters": running, "waiting_lora_adapters": waiting}
         expected |= {"model_name": NAME, "engine": "0", "max_lora": "1"}
-        deadline_s = time.monotonic() + 60
-        while True:
-            page = server.http.get("/metrics").text
+        pages = list[str]()
+
+        def is_there() -> bool:
+            before_each()
+            pages.append(server.http.get("/metrics").text)
             (sample,) = (
                 sample
-                for family in text_string_to_metric_families(page)
+                for family in text_string_to_metric_families(pages[-1])
                 for sample in family.samples
                 if sample.name == "vllm:lora_requests_info"
             )
-            if sample.labels == expected:
-                assert abs(sample.value - time.time()) < 60
-                return page
-            assert time.monotonic() < deadline_s, sample.labels
-            time.sleep(0.02)
+            assert 0 <= time.time() - sample.value < 3600
+            return sample.labels == expected
+
+        wait_until(is_there)
+        return pages[-1]
 
     with ThreadPoolExecutor(1) as pool:
-        with server.http.stream("POST", "/v1/completions", json=long | {"model": "a"}) as running:
-            lines = running.iter_lines()                # kept: the stream is closed with it
-            next(lines)
+        with ExitStack() as streams, server.single_steps() as run_step:
+            streams.enter_context(server.http.stream("POST", "/v1/completions", json=long | {"model": "a"}))
+            server.wait_until(lambda: server.service.client.num_queued == 1)
+            run_step()
             waiting = pool.submit(text, server, "b")
-            page = wait_for("a", "b")
+            server.wait_until(lambda: server.service.client.num_queued == 1)
+            page = page_with("a", "b", run_step)
             assert 'quire:lora_adapters{engine="0",state="running"} 1.0' in page
             assert 'quire:lora_adapters{engine="0",state="waiting"} 1.0' in page
         assert waiting.result()
-    page = wait_for("", "")
+    page = page_with("", "")
     assert 'quire:lora_adapters{engine="0",state="running"} 0.0' in page
 
 

@@ -102,18 +102,22 @@ def test_tags_wake_in_parts_and_level_1_may_be_deepened(server: OpenAIServer) ->
 
 def test_sleep_aborts_the_calls_that_run_or_waits_for_them(server: OpenAIServer) -> None:
     long = BODY | {"max_tokens": 600, "logprobs": None}
-    answers, client = list[Any](), server.service.client
+    answers, told, client = list[Any](), list[Any](), server.service.client
     for mode, status in (("wait", 200), ("abort", 503)):
         calls = [
             threading.Thread(target=lambda: answers.append(server.http.post("/v1/completions", json=long)))
             for _ in range(6)
         ]
-        for call in calls:
-            call.start()
-        server.wait_until(lambda: client.num_open == 6 and client.engines[0].state.num_running == 4)
-        assert post(server, f"/sleep?mode={mode}") == {"is_sleeping": True}
-        for call in calls:
-            call.join()
+        sleeping = threading.Thread(target=lambda mode=mode: told.append(post(server, f"/sleep?mode={mode}")))
+        with server.held():     # else calls might be over before the others are there
+            for call in calls:
+                call.start()
+            server.wait_until(lambda: client.num_open == 6)
+            sleeping.start()
+            server.wait_until(lambda: server.service.is_asleep)
+        for thread in (sleeping, *calls):
+            thread.join()
+        assert told.pop() == {"is_sleeping": True}
         assert [answer.status_code for answer in answers] == [status] * 6
         if mode == "abort":
             assert {answer.json()["error"]["code"] for answer in answers} == {"asleep"}

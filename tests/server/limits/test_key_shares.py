@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +164,10 @@ def test_share_of_the_kv_blocks_is_told_as_the_reason_of_a_wait(
         )
         long = {"prompt": [5] * 400, "max_tokens": 600, "ignore_eos": True, "stream": True}
         headers = {"Authorization": "Bearer one"}
-        with (
-            server.http.stream("POST", "/v1/completions", json=long, headers=headers),
-            server.http.stream("POST", "/v1/completions", json=long, headers=headers),
-        ):
+        with ExitStack() as streams:
+            with server.held():     # else the first might be over before the second is there
+                for _ in range(2):
+                    streams.enter_context(server.http.stream("POST", "/v1/completions", json=long, headers=headers))
+                server.wait_until(lambda: server.service.client.num_queued == 2)
             server.wait_until(lambda: "kv_share" in told)
             assert ask(server, "two", prompt=[6] * 400).status_code == 200

@@ -1,6 +1,8 @@
 """Forks of running and finished requests: their answers are those of completions with the tokens before the fork."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -50,16 +52,19 @@ def test_fork_is_a_completion_of_the_tokens_before_it(
 
 def test_fork_of_a_running_request_shares_its_blocks_and_leaves_it_as_it_is(server: OpenAIServer) -> None:
     alone = server.ask(COMPLETIONS, prompt=PROMPT, max_tokens=400, **GREEDY)
-    with server.http.stream(
-        "POST", COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 400, "stream": True, **GREEDY}
-    ) as response:
-        lines = response.iter_lines()
-        first = chunk_of(next(lines))
-        server.wait_until(lambda: num_known(server, first["id"]) >= 20)
-        with server.held():
-            known = num_known(server, first["id"])
-        assert 20 <= known < 400, "the request is over"
-        answer = fork(server, first["id"], at=20, max_tokens=4, **GREEDY)
+    body, client = {"prompt": PROMPT, "max_tokens": 400, "stream": True, **GREEDY}, server.service.client
+    with ExitStack() as running, ThreadPoolExecutor(1) as pool:
+        with server.single_steps() as run_step:     # else the request might be over before it is forked
+            response = running.enter_context(server.http.stream("POST", COMPLETIONS, json=body))
+            server.wait_until(lambda: client.num_queued == 1)
+            run_step()
+            lines = response.iter_lines()
+            first = chunk_of(next(lines))
+            while num_known(server, first["id"]) < 20:
+                run_step()
+            forked = pool.submit(fork, server, first["id"], at=20, max_tokens=4, **GREEDY)
+            server.wait_until(lambda: client.num_queued == 1)
+        answer = forked.result()
         rest = [chunk_of(line) for line in lines if line.startswith("data: {")]
     assert tokens_of(answer) == tokens_of(alone)[20:24]
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 48
