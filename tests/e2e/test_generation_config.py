@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from support.server import running_server
+from support.server import running_server, wait_until
 
 PROMPT, CHAT = "def add(first, second):", [{"role": "user", "content": "What does read_file do?"}]
 
@@ -50,4 +50,4 @@ def test_server_has_the_defaults_of_its_model_and_the_bound_of_its_operator(gree
         assert choice("/v1/completions", prompt=PROMPT, max_tokens=40, min_tokens=30)[1] == 20
         beams = {"prompt": PROMPT, "n": 2, "use_beam_search": True, "max_tokens": 3}
         assert server.post("/v1/completions", beams).status_code == 200
-        assert "temperature 0.0, top_k 7, max_tokens 20" in server.log
+        wait_until(lambda: "temperature 0.0, top_k 7, max_tokens 20" in server.log)

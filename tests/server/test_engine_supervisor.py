@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ from quire.engine.metrics.page import Metrics
 from quire.engine.options import EngineOptions
 from quire.server.lifecycle import supervise_engine
 from quire.server.options import ServerOptions
+from support.held_starts import EACH_BUT_THE_FIRST, held_engine
 from support.metrics_page import read_metrics
 from support.server import ANSWER_LIMIT_S, ServerProcess, is_running, running_server, wait_until
 from support.stopping import stopped
@@ -39,38 +39,29 @@ def health(server: ServerProcess) -> int:
     return server.get("/health").status_code
 
 
-def engine_pids(server: ServerProcess) -> list[int]:
-    """Return none while there is no engine."""
-    with suppress(ValueError):
-        return [server.engine_pid()]
-    return []
-
-
 def lose_engine_under_a_stream(server: ServerProcess, number: signal.Signals = signal.SIGKILL) -> list[str]:
     """Return what the stream said."""
-    body, pid = BODY | {"max_tokens": 1900, "stream": True}, server.engine_pid()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
-        events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
-        said = [next(events)]
-        os.kill(pid, number)
-        return said + list(events)
+    url, body, pid = f"{server.url}/v1/completions", BODY | {"stream": True}, server.engine_pid()
+    with stopped(pid), httpx.stream("POST", url, json=body, timeout=ANSWER_LIMIT_S) as response:
+        os.kill(pid, number)    # it has not come any further, and SIGSTOP changes nothing
+        return [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
 
 
 def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
-    with running_server(*SMALL, "--restart-engine", "1", "--stall-limit", "3") as server:
+    with running_server(*SMALL, "--restart-engine", "1", "--stall-limit", "10", entry=EACH_BUT_THE_FIRST) as server:
         expected = text_of(server)
         pinned = server.post("/v1/prefixes", {"prompt": [5] * 40}).json()
         before, first_pid = counters(server.url), server.engine_pid()
 
         *_, error, done = lose_engine_under_a_stream(server)
         assert (json.loads(error)["error"]["code"], done) == ("engine_unhealthy", "[DONE]")
-        wait_until(lambda: bool(engine_pids(server)))
-        with stopped(server.engine_pid()):  # until we have looked, it does not come any further
-            assert health(server) == 503
-            refused = server.post("/v1/completions", BODY)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
-            amid = counters(server.url)
+        held = held_engine(server)      # until we have looked, it does not come any further
+        assert health(server) == 503
+        refused = server.post("/v1/completions", BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
+        amid = counters(server.url)
 
+        os.kill(held, signal.SIGCONT)
         wait_until(lambda: health(server) == 200)
         assert server.engine_pid() != first_pid
         assert text_of(server) == expected
@@ -84,22 +75,21 @@ def test_new_engine_takes_the_place_of_a_dead_one_as_often_as_granted() -> None:
         assert server.get("/v1/prefixes").json()["data"] == []
         gone = httpx.delete(f"{server.url}/v1/prefixes/{pinned['id']}", timeout=ANSWER_LIMIT_S)
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "prefix_not_found")
-        assert "cached and pinned prefixes are lost" in server.log
+        wait_until(lambda: "cached and pinned prefixes are lost" in server.log)
 
         pids = server.child_pids()
         *_, error, done = lose_engine_under_a_stream(server, signal.SIGSTOP)    # ended like a dead one
         assert (json.loads(error)["error"]["code"], done) == ("engine_unhealthy", "[DONE]")
-        assert "made no progress for 3 s (stall_limit)" in error
+        assert "made no progress for 10 s (stall_limit)" in error
         assert server.wait() == 1
         wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_server_that_waits_for_an_engine_can_be_stopped() -> None:
-    with running_server(*SMALL, "--restart-engine", "1") as server:
-        old, pids = server.engine_pid(), set(server.child_pids())
-        os.kill(old, signal.SIGKILL)
-        wait_until(lambda: any(pid not in pids for pid in server.child_pids()))
-        pids |= set(server.child_pids())
+    with running_server(*SMALL, "--restart-engine", "1", entry=EACH_BUT_THE_FIRST) as server:
+        pids = {server.engine_pid(), *server.child_pids()}
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        pids.add(held_engine(server))
         assert server.stop() == 1
         wait_until(lambda: not any(map(is_running, pids)))
 

@@ -6,12 +6,13 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from support import held_starts
 from support.engine_process import open_files
 from support.server import ANSWER_LIMIT_S, ENTRY, ServerProcess, is_running, running_server, wait_until
 from support.stopping import stopped
@@ -27,13 +28,11 @@ SHORT = {"prompt": "def ", "max_tokens": 3}
 
 @contextmanager
 def open_stream(server: ServerProcess, **fields: object) -> Iterator[Iterator[str]]:
-    """Ask for a stream; yield its events once the first has come."""
+    """Ask for a stream; yield its events once it has begun, which needs no token."""
     body = LONG | {"stream": True} | fields
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as response:
         assert response.status_code == 200, response.read()
-        events = (line.removeprefix("data: ") for line in response.iter_lines() if line)
-        assert "choices" in json.loads(next(events))
-        yield events
+        yield (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
 
 
 def code_of(response: httpx.Response) -> tuple[int, str]:
@@ -56,6 +55,7 @@ def test_server_says_what_it_has_and_ends_when_told() -> None:
         with httpx.Client(timeout=ANSWER_LIMIT_S) as idle, socket.create_connection(("127.0.0.1", server.port)) as half:
             assert idle.get(f"{server.url}/health").status_code == 200
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Le")
+            wait_until(lambda: server.log.count('"path"') == 2)     # a server that ends waits for its log only briefly
             assert server.stop() == 0
         assert_gone(pids)
         lines = [json.loads(line) for line in server.log.splitlines() if line.startswith("{")]
@@ -67,9 +67,9 @@ def test_server_says_what_it_has_and_ends_when_told() -> None:
 
 def test_open_requests_end_before_a_server_that_drains() -> None:
     with running_server(*SMALL, *PATIENT) as server:
-        engine = server.engine_pid()
-        with open_stream(server) as events:
-            with stopped(engine):  # else all might be over before we have looked
+        with ExitStack() as answering:
+            with stopped(server.engine_pid()):  # else all might be over before we have looked
+                events = answering.enter_context(open_stream(server))
                 server.signal(signal.SIGTERM)
                 wait_until(lambda: server.get("/ready").status_code == 503)
                 refused = server.post("/v1/completions", SHORT)
@@ -85,7 +85,7 @@ def test_open_requests_end_before_a_server_that_drains() -> None:
 def test_requests_that_outlast_the_drain_are_told() -> None:
     with running_server(*SMALL, "--shutdown-timeout", "0.1") as server:
         pids, engine = server.child_pids(), server.engine_pid()
-        with open_stream(server) as events, stopped(engine):
+        with stopped(engine), open_stream(server) as events:
             server.signal(signal.SIGTERM)
             *_, last, done = events
         assert json.loads(last)["error"]["code"] == "shutting_down"
@@ -97,7 +97,7 @@ def test_requests_that_outlast_the_drain_are_told() -> None:
 def test_second_signal_ends_everything_at_once() -> None:
     with running_server(*SMALL, *PATIENT) as server:
         pids, engine = server.child_pids(), server.engine_pid()
-        with open_stream(server), stopped(engine):
+        with stopped(engine), open_stream(server):
             server.signal(signal.SIGINT)
             wait_until(lambda: server.get("/ready").status_code == 503)
             server.signal(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_second_signal_ends_everything_at_once() -> None:
 def test_server_ends_with_its_engine(entry: str) -> None:
     with running_server(*SMALL, entry=entry) as server:
         pids, engine = server.child_pids(), server.engine_pid()
-        with open_stream(server) as events:
+        with stopped(engine), open_stream(server) as events:  # else all might be over before it is killed
             os.kill(engine, signal.SIGKILL)
             *_, last, done = events
         assert json.loads(last)["error"]["code"] == "engine_unhealthy"
@@ -133,32 +133,22 @@ def test_engine_ends_with_its_server() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_server_that_loads_can_be_stopped(number: signal.Signals) -> None:
-    server = ServerProcess("--port", "0", *SMALL)
+    server = ServerProcess("--port", "0", *SMALL, entry=held_starts.EACH)
     try:
-        wait_until(lambda: bool(server.child_pids()))
-        pids = server.child_pids()
+        engine = held_starts.held_engine(server)
         server.signal(number)
         assert server.wait() == 128 + number
-        assert_gone(pids)
+        assert_gone([engine])
         assert server.out == ""
         assert "Traceback" not in server.log
     finally:
         server.close()
 
 
-def has_engine(server: ServerProcess) -> bool:
-    """Return whether the engine's process runs its own program: just after the fork it still has the server's."""
-    with suppress(ValueError):
-        return server.engine_pid() > 0
-    return False
-
-
 def test_engine_that_hangs_at_its_start_is_given_up() -> None:
-    server = ServerProcess("--port", "0", "--start-timeout", "1")
+    server = ServerProcess("--port", "0", "--start-timeout", "1", entry=held_starts.EACH)
     try:
-        wait_until(lambda: has_engine(server))
-        with stopped(server.engine_pid()):
-            assert server.wait() == 1
+        assert server.wait() == 1
         (line,) = server.log.splitlines()
         assert line.startswith("quire: the engine process gave no sign of life for 1 s while it started")
     finally:

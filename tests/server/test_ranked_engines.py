@@ -51,6 +51,7 @@ def test_killed_rank_ends_its_engine_alone() -> None:
         assert len(ranks) == 2
         os.kill(ranks[0], signal.SIGKILL)
         wait_until(lambda: not is_running(first))
+        wait_until(lambda: "engine 0: " in server.log)      # until then the server may ask the dead one
         assert server.get("/health").status_code == 200
         assert token_ids(server) == expected
         wait_until(lambda: num_restarts(server.url) == 1)

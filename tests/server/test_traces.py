@@ -2,6 +2,7 @@
 
 import gzip
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -278,6 +279,12 @@ def dropped() -> list[int]:
     return []
 
 
+@pytest.fixture(autouse=True)
+def _ends_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the end of traces wait for a thread that the machine has stopped for a while."""
+    monkeypatch.setattr(traces, "FLUSH_LIMIT_S", 120.0)
+
+
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traces, "GATHERING_S", 0.0)
@@ -315,8 +322,11 @@ def test_call_that_ends_early_has_the_stages_that_it_reached(
 def test_endpoint_that_is_gone_costs_spans_and_one_line(
     hurried: None, dropped: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Collector().listening() as gone:
-        url, port = f"{gone.url}/v1/traces", int(gone.url.rpartition(":")[2])
+    held = socket.socket()      # no other process gets the port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1/traces"
     waiting = Traces(url, dropped.append)
     for number in range(3):
         end(waiting, ended_call(RequestMetrics(12.0, 13.0, 14.0, 19.0)))
@@ -325,7 +335,7 @@ def test_endpoint_that_is_gone_costs_spans_and_one_line(
     (warning,) = [record for record in caplog.records if record.name == traces.__name__]
     reason = "[Errno 111] Connection refused"
     assert warning.getMessage() == f"traces cannot be sent to {url}: {reason}; spans are dropped until they can"
-    with Collector().listening(port) as back:
+    with held, Collector().listening(port) as back:
         end(waiting, ended_call())
         wait_until(lambda: bool(back.bodies))
         waiting.close()
@@ -426,9 +436,9 @@ def test_no_prompt_no_answer_no_key_and_no_salt_is_in_anything_for_operators(
                 top = ["top", "--url", server.url, "--once", "-i", "0.1", "--api-key", KEY, *form]
                 seen = subprocess.run([sys.executable, "-c", ENTRY, *top], capture_output=True, check=True)
                 found[f"top {*form,}"] = seen.stdout
+        wait_until(lambda: any(ended["id"].encode() in each for each in collector.bodies))
         assert server.stop() == 0
         found["output"] = (server.out + server.log).encode()
-    wait_until(lambda: any(ended["id"].encode() in each for each in collector.bodies))
     whole_record(folders["records"])
     found["spans"] = b"".join(collector.bodies)
     for path in (file for folder in folders.values() for file in folder.iterdir()):

@@ -171,10 +171,12 @@ def running_server(
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its exit status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return _state(pid) not in ("", "Z")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal."""
+    return _state(pid) == "T"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
@@ -188,6 +190,14 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state; an empty string without such a process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def _parent(pid: int) -> int | None:

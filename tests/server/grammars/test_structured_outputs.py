@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
-from support.server import ServerProcess, running_server
+from support.server import ServerProcess, running_server, wait_until
 
 LIMIT_S = 120.0
 SCHEMA = {
@@ -263,4 +263,4 @@ def test_configuration_is_vllms_json() -> None:
     with running_server("--structured-outputs-config", config) as server:
         [choice] = completion(server, response_format=JSON_SCHEMA)["choices"]
         assert re.fullmatch(r'\{"count":\d+,"kind":"\w+"\}', choice["text"])
-        assert "backend 'xgrammar' was asked for" in server.log
+        wait_until(lambda: "backend 'xgrammar' was asked for" in server.log)
