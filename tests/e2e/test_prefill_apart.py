@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 
 from quire.extension.isas import usable_isas
 from support.fuzz_seeds import first_seed
+from support.random_folder import HYBRID, write_random_folder
 from support.server import ServerProcess, running_server, wait_until
 from support.stopping import stopped
 
@@ -80,6 +82,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProce
         yield producer, consumer
 
 
+@pytest.fixture(scope="module")
+def stateful_pair(
+    tmp_path_factory: pytest.TempPathFactory, demo_model: Path
+) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+    folder = tmp_path_factory.mktemp("states")
+    model = write_random_folder(folder / "model", HYBRID | {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, model)
+    with producing(folder, 15007, str(model)) as producer, consuming(folder, [15007], str(model)) as consumer:
+        yield producer, consumer
+
+
 Pair = tuple[ServerProcess, ServerProcess]
 
 CASES: dict[str, Json] = {
@@ -96,20 +110,35 @@ CASES: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_answer_is_that_of_one_engine_to_the_bit(pair: Pair, case: Json, request: pytest.FixtureRequest) -> None:
+def test_answer_is_that_of_one_engine_to_the_bit(pair: Pair, case: Json) -> None:
+    assert fetched_for_a_right_answer(pair, case) == len((BODY | case)["prompt"]) - (1 if "prompt" in case else 4)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_answer_of_a_model_with_states_is_that_of_one_engine_to_the_bit(stateful_pair: Pair, case: Json) -> None:
+    """The state is that behind the last full block before the prompt's last token."""
+    assert fetched_for_a_right_answer(stateful_pair, case) == (80 if "prompt" in case else 96)
+
+
+salts = map(str, itertools.count())
+
+
+def fetched_for_a_right_answer(pair: Pair, case: Json) -> float:
+    """Assert that an answer is that of one engine; return the tokens that were fetched for it."""
     producer, consumer = pair
-    salt = {"cache_salt": request.node.name}
+    salt = {"cache_salt": next(salts)}
     before, kept = fetched(consumer), ask(producer, BODY | case | salt | KEEP)
     params = kept["kv_transfer_params"]
     apart = ask(consumer, BODY | case | salt | {"kv_transfer_params": params})
     seed = {} if "seed" in case else {"seed": params["seed"]}
     alone = ask(consumer, BODY | case | seed | {"cache_salt": "alone"})
     assert apart["choices"] == alone["choices"]
-    assert fetched(consumer) - before == len((BODY | case)["prompt"]) - (1 if "prompt" in case else 4)
+    num_fetched = fetched(consumer) - before
     if case.get("n", 1) == 1 and "logprobs" in case:
         tokens = apart["choices"][0]["logprobs"]["tokens"]
         assert tokens[0] == kept["choices"][0]["logprobs"]["tokens"][0], "the producer's token is the first"
     assert alone["kv_transfer_params"] is None
+    return num_fetched
 
 
 def test_chat_is_streamed_from_the_consumer(pair: Pair) -> None:

@@ -5,7 +5,6 @@ Each answer is that of the request alone in a plain engine: without prefix cache
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from quire import LLM, SamplingParams
 from quire.core.config import CacheConfig
 from quire.core.errors import ConfigError
 from quire.engine import sizing
-from quire.engine.loading import check_tails
 from quire.engine.options import EngineOptions
 from quire.extension.isas import usable_isas
 from quire.kernels.back_end import require_ops
@@ -29,6 +27,7 @@ from support.every_way import (
     alone,
     asked,
     check_all_at_once,
+    check_apart,
     check_beams,
     check_disk_and_sleep,
     check_every_cut,
@@ -134,6 +133,12 @@ def test_ranks_and_engines_have_the_bits_of_one(model: Path, changes: dict[str, 
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.usefixtures("forked_processes")
+def test_prompts_that_are_computed_apart_change_no_bit(model: Path) -> None:
+    check_apart(model, ISAS[0], "bfloat16", 15300)
+
+
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 @pytest.mark.usefixtures("tests_frozen")
 def test_disk_tier_and_sleep_keep_the_ends_of_blocks(model: Path, tmp_path: Path) -> None:
     num_tokens, cached = check_disk_and_sleep(model, tmp_path)
@@ -143,7 +148,5 @@ def test_disk_tier_and_sleep_keep_the_ends_of_blocks(model: Path, tmp_path: Path
 def test_what_is_not_served_is_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"memory_policy 'contiguous-max' is not supported .* short convolutions"):
         LLM(model, memory_policy="contiguous-max")
-    with pytest.raises(ConfigError, match="kv_role 'producer' is not supported for a model with short convolutions"):
-        check_tails(replace(EngineOptions(str(model)), kv_role="producer", kv_secret_file="secret"))
     with pytest.raises(ConfigError, match="device cuda does not support ShortConv yet"):
         require_ops("cuda", [ShortConvOp("conv", 0, None, None, "x", "y")])  # type: ignore[arg-type]

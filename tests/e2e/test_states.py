@@ -17,7 +17,17 @@ from quire.engine.options import EngineOptions
 from quire.execution.swapper import Swapper
 from quire.extension.isas import usable_isas
 from support.answers import answers_of
-from support.every_way import CASES, ISAS, VOCAB_SIZE, alone, asked, check_all_at_once, check_beams, check_every_cut
+from support.every_way import (
+    CASES,
+    ISAS,
+    VOCAB_SIZE,
+    alone,
+    asked,
+    check_all_at_once,
+    check_apart,
+    check_beams,
+    check_every_cut,
+)
 from support.random_folder import write_random_folder
 
 CONFIG: dict[str, object] = {
@@ -162,6 +172,20 @@ def test_ranks_that_add_squares_of_a_norm_have_the_same_bits_in_every_way_at_onc
             assert all(abs(float.fromhex(score[token]) - float.fromhex(other[token])) < 1e-4 for token in score)
 
 
+@pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
+@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.parametrize(("name", "isa", "num_slots"), [
+    (name, ISAS[number % len(ISAS)], 3 * num_slots)
+    for number, (name, num_slots) in enumerate([("granite 4 h", 12), ("kimi linear", 12), ("falcon-h1", 5)])
+])  # fmt: skip
+def test_prompts_that_are_computed_apart_change_no_bit(
+    hybrids: dict[str, Path], name: str, isa: str, num_slots: int
+) -> None:
+    """In few slots states are given up on both sides: by tickets, and by loads. What does not come is computed."""
+    stats = check_apart(hybrids[name], isa, "bfloat16", 15310, num_state_slots=num_slots, max_num_seqs=num_slots // 4)
+    assert stats.states["used_slots"] == stats.states["kept_slots"] == 0
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_folder(tmp_path_factory.mktemp("states"), CONFIG)
@@ -256,8 +280,6 @@ def test_engines_and_one_that_has_slept_have_the_bits_of_one(model: Path) -> Non
 def test_what_is_not_served_is_refused_by_name(model: Path) -> None:
     with pytest.raises(ConfigError, match="memory_policy 'contiguous-max' is not supported for a model that keeps"):
         LLM(model, memory_policy="contiguous-max")
-    with pytest.raises(ConfigError, match="prefill_engines 1 is not supported for a model that keeps states; use 0"):
-        check_states(EngineOptions(str(model), data_parallel_size=2, prefill_engines=1), "cpu")
     with pytest.raises(ConfigError, match="device 'cuda' is not supported for a model that keeps states"):
         check_states(EngineOptions(str(model)), "cuda")
     with LLM(model, max_model_len=64, num_state_slots=4) as llm, pytest.raises(ValueError, match="n is 4"):

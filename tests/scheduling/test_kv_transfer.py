@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from quire.core.config import PreemptionMode
 from quire.core.errors import ConfigError, InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
-from quire.core.sequence import SequenceStatus
+from quire.core.sampling_params import BeamSearchParams
+from quire.core.sequence import KVTransfer, SequenceStatus
 from quire.engine.kv_consumer import Place, decode_report, read_peers
 from quire.engine.kv_producer import (
     PRODUCERS,
@@ -25,7 +27,18 @@ from quire.engine.kv_producer import (
 )
 from quire.engine.parallel.channel import Channel, FrameSeal
 from quire.engine.parallel.join import answer, greet
-from support.kv_pair import BLOCK_SIZE, HOST, IDENTITY, KEY, Consumer, FakeBlocks, Producer, kv_pair
+from support.kv_pair import (
+    BLOCK_SIZE,
+    HOST,
+    IDENTITY,
+    KEY,
+    NAME,
+    OWNER,
+    Consumer,
+    FakeBlocks,
+    Producer,
+    kv_pair,
+)
 from support.server import wait_until
 
 PROMPT = list(range(22))  # 5 full blocks
@@ -478,13 +491,95 @@ def test_connections_are_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
             channel.receive()
 
 
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+def test_state_comes_behind_the_blocks() -> None:
+    with kv_pair(num_state_slots=8) as (producer, consumer):
+        for prompt, num_found in ((PROMPT, 20), ([7] * 20, 16)):
+            producer.compute(prompt, TICKET)
+            kept = producer.tickets.num_blocks
+            assert kept == num_found // BLOCK_SIZE + 3, "blocks, and parts of the state"
+            assert producer.harness.cache.states.stats()["kept_slots"] == 1
+            before = consumer.harness.executor.num_computed
+            request = consumer.ask(prompt, TICKET)
+            assert (request.num_cached_tokens, request.num_peer_tokens) == (num_found, num_found)
+            assert consumer.harness.executor.num_computed == before + len(prompt) - num_found + 2
+            producer.settle()
+        assert producer.harness.cache.states.stats()["kept_slots"] == 0
+        assert producer.net.num_sent_blocks == 5 + 3 + 4 + 3
+        again = consumer.ask([*PROMPT, 1, 2, 3], OTHER)
+        assert again.num_cached_tokens == 20, "the state can be found"
+
+
+def test_states_of_leases_have_half_of_the_slots() -> None:
+    """The oldest lease ends for one more; what was given up is computed, with the same answer."""
+    with kv_pair(num_state_slots=5, num_blocks=80) as (producer, consumer):
+        prompts = {character * 64: [number] * 22 for number, character in enumerate("cde")}
+        for ticket, prompt in prompts.items():
+            producer.compute(prompt, ticket)
+        assert producer.harness.cache.states.stats()["kept_slots"] == 2
+        assert producer.tickets.counts["given_back"] == 1
+        assert [consumer.ask(prompt, ticket).num_peer_tokens for ticket, prompt in prompts.items()] == [0, 20, 20]
+        producer.settle()
+
+
+def test_states_of_leases_give_way_to_running_sequences() -> None:
+    with kv_pair(num_state_slots=3, max_num_seqs=2) as (producer, consumer):
+        producer.compute(PROMPT, TICKET)
+        assert producer.harness.cache.states.stats()["kept_slots"] == 1
+        producer.harness.add_beams([9] * 9, BeamSearchParams(2, 12, ignore_eos=True))
+        while producer.harness.scheduler.has_requests:
+            producer.harness.step()
+        assert (len(producer.tickets), producer.tickets.counts["given_back"]) == (0, 1)
+        assert consumer.ask(PROMPT, TICKET).num_peer_tokens == 0
+        assert consumer.net.arrivals.failures["refused"] == 1
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_requests_that_have_fetched_a_state_are_preempted_like_others(mode: PreemptionMode) -> None:
+    producer = Producer(num_blocks=80, num_state_slots=12)
+    consumer = Consumer(
+        producer.port, num_blocks=24, num_state_slots=6, max_num_seqs=3, mode=mode, num_swap_blocks=40, num_swap_slots=4
+    )
+    try:
+        consumer.connect()
+        requests = []
+        for number, character in enumerate("cde"):
+            producer.compute([number] * 22, character * 64)
+            requests.append(consumer.harness.add([number] * 22, max_tokens=30, ignore_eos=True))
+            requests[-1].transfer = KVTransfer(character * 64, OWNER, NAME)
+        loads = consumer.harness.cache.loads
+        assert loads is not None
+        consumer.harness.step()                         # all wait, and run from the next step on
+        wait_until(lambda: consumer.net.step() or not loads.num_loads)
+        consumer.run()
+        assert [request.num_peer_tokens for request in requests] == [20, 20, 20]
+        assert consumer.harness.scheduler.preemption.stats.num_preemptions[mode] > 0
+        for request in requests:
+            consumer.harness.assert_right(request)
+        producer.settle()
+        consumer.harness.assert_empty()
+    finally:
+        consumer.net.close()
+        producer.net.close()
+
+
+def test_prompt_without_a_snapshot_leaves_no_ticket() -> None:
+    with kv_pair(num_state_slots=1, max_num_seqs=1) as (producer, consumer):
+        producer.compute(PROMPT, TICKET)
+        assert producer.tickets.counts == {"stateless": 1}
+        producer.settle()
+        assert consumer.ask(PROMPT, TICKET).num_peer_tokens == 0
+
+
 # --- many -----------------------------------------------------------------------------------------------------------
 
 
-def fetched_by_many(num_requests: int, seed: int, end_rate: float = 0.05) -> int:
+def fetched_by_many(num_requests: int, seed: int, end_rate: float = 0.05, num_state_slots: int = 0) -> int:
     """Run requests, end some, and connections; return the fetched tokens. No block is left on either side."""
     rng, num_fetched = random.Random(seed), 0
-    with kv_pair(num_blocks=30) as (producer, consumer):
+    with kv_pair(num_blocks=30, num_state_slots=num_state_slots) as (producer, consumer):
         for number in range(num_requests):
             prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 40))]
             salt, ticket = rng.choice([None, "salt"]), f"{number:064x}"
@@ -515,10 +610,16 @@ def test_no_block_is_lost_over_many_requests_with_ends_of_connections() -> None:
     assert fetched_by_many(60, seed=0) > 100
 
 
+@pytest.mark.parametrize("num_state_slots", [3, 12])
+def test_no_state_is_lost_over_many_requests_with_ends_of_connections(num_state_slots: int) -> None:
+    assert fetched_by_many(60, seed=num_state_slots, num_state_slots=num_state_slots) > 100
+
+
 @pytest.mark.fuzz
 @pytest.mark.timeout(3600)
 def test_no_block_is_lost_over_ten_thousand_requests() -> None:
     assert fetched_by_many(10_000, seed=1, end_rate=0.002) > 20_000
+    assert fetched_by_many(10_000, seed=2, end_rate=0.002, num_state_slots=6) > 10_000
 
 
 # --- the file of peers ------------------------------------------------------------------------------------------------

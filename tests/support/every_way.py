@@ -4,6 +4,7 @@ The right answer of each is that of the request alone in a plain engine: without
 chunks.
 """
 
+import os
 import random
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.answers import Answer, answers_of
 from support.oracle_drafter import let_draft
 from support.paged_runner import PagedRunner
 from support.poison import Poison, preempt_now_and_then
+from support.server import wait_until
 from support.threads import set_num_threads
 
 ISAS = usable_isas() or ("auto",)
@@ -91,6 +93,28 @@ def check_all_at_once(
     assert stats.prefix_hits_tokens > 100
     assert 0 < drafter.num_accepted < drafter.num_verified
     return stats, poison
+
+
+def check_apart(model: Path, isa: str, dtype: str, kv_port: int, **settings: Any) -> KVStats:  # noqa: ANN401 (of LLM)
+    """Assert that answers whose prompts two of three engines compute are right; return the engines' counts.
+
+    The third decodes, in few blocks, with drafts and chunks. Nothing is kept for it at the end.
+    """
+    prompts, params = asked()
+    host = f"127.{1 + os.getpid() // 65536 % 250}.{os.getpid() // 256 % 256}.{os.getpid() % 256}"  # this process's own
+    with LLM(
+        model, cpu_isa=isa, dtype=dtype, max_model_len=160, block_size=8, max_num_batched_tokens=23,
+        num_kv_blocks=3 * 24, speculative_config={"method": "ngram"}, data_parallel_size=3, prefill_engines=2,
+        prefill_least_tokens=17, kv_host=host, kv_port=kv_port, **settings,
+    ) as llm:  # fmt: skip
+        wait_until(lambda: llm.kv_stats().transfer.get("peers_connected") == 2)
+        for salt in "ab":
+            salted: list[Any] = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+            outputs = llm.generate(salted, params, use_tqdm=False)
+            assert [answers_of(output) for output in outputs] == alone(model, isa, dtype)
+            assert any(each.metrics is not None and each.metrics.num_peer_tokens for each in outputs)
+        wait_until(lambda: llm.kv_stats().used_blocks == 0 and llm.kv_stats().transfer["held_blocks"] == 0)
+        return llm.kv_stats()
 
 
 def check_near(model: Path, bound: float, **rounding: str) -> None:

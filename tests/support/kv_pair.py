@@ -9,10 +9,11 @@ import numpy as np
 from quire.cache.kv_tickets import Tickets
 from quire.cache.loads import Loads
 from quire.core.arrays import Array
-from quire.core.kv_identity import KVIdentity
+from quire.core.kv_identity import NO_STATES, KVIdentity, StateParts
 from quire.core.sequence import KVTransfer, Request
 from quire.engine.kv_consumer import KVConsumer, Place
 from quire.engine.kv_producer import KVProducer
+from support.fake_executor import FakeState
 from support.scheduling import Harness
 from support.server import wait_until
 
@@ -22,18 +23,42 @@ IDENTITY = KVIdentity("spec", "weights", "float32", "", "float32", BLOCK_SIZE, "
 
 
 class FakeBlocks:
-    """The slots of a fake executor, as bytes: stands in for `quire.execution.kv_store.CacheBlocks`."""
+    """The slots of a fake executor, as bytes: stands in for `quire.execution.kv_store.CacheBlocks`.
+
+    A state has three parts, which all say the same: the position, and both halves of the digest.
+    """
 
     block_bytes = 8 * BLOCK_SIZE
 
     def __init__(self, harness: Harness) -> None:
-        self._memory = harness.executor.memory
+        self._memory, self._states = harness.executor.memory, harness.executor.states
+        self.parts = StateParts(harness.num_blocks, 3) if self._states else NO_STATES
+        self._partial: dict[int, FakeState] = {}
 
     def copy_out(self, block: int, row: Array) -> None:
+        if (number := block - self.parts.num_blocks) >= 0 and self._states:
+            state = self._states[number // 3]
+            assert state is not None
+            assert not state.ring, "no snapshot"
+            row.view(np.int64)[:] = state.committed, *divmod(state.digest, 1 << 32), number % 3
+            return
         row[:] = np.array(self._memory[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE], np.int64).view(np.uint8)
 
     def copy_in(self, row: Array, block: int) -> None:
+        if (number := block - self.parts.num_blocks) >= 0 and self._states:
+            self._put(*divmod(number, 3), *row.view(np.int64).tolist())
+            return
         self._memory[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = row.view(np.int64).tolist()
+
+    def _put(self, slot: int, part: int, committed: int, high: int, low: int, sent_part: int) -> None:
+        """Write a part of a state; the last one makes it whole."""
+        state = FakeState(committed, (high << 32) + low, ())
+        assert part == sent_part
+        if not part:
+            self._partial[slot], self._states[slot] = state, None
+        assert self._partial[slot] == state, "parts of two states"
+        if part == 2:
+            self._states[slot] = self._partial.pop(slot)
 
 
 class Producer:
@@ -45,8 +70,8 @@ class Producer:
 
     def _open(self, harness: Harness) -> "Producer":
         loads = harness.cache.loads = Loads(harness.cache, FakeBlocks.block_bytes)
-        self.tickets = loads.tickets = Tickets(harness.cache, 30.0, self._now)
         self._blocks = FakeBlocks(harness)
+        self.tickets = loads.tickets = Tickets(harness.cache, 30.0, self._now, self._blocks.parts)
         self.listen()
         self.port = self.net._listener.getsockname()[1]
         return self
@@ -135,9 +160,9 @@ class Consumer:
 
 @contextmanager
 def kv_pair(**settings: object) -> Iterator[tuple[Producer, Consumer]]:
-    """Open a producer and a consumer that are connected."""
+    """Open a producer and a consumer that are connected. `num_state_slots` are those of each."""
     producer = Producer(**settings)  # type: ignore[arg-type]
-    consumer = Consumer(producer.port)
+    consumer = Consumer(producer.port, num_state_slots=settings.get("num_state_slots", 0))
     try:
         consumer.connect()
         yield producer, consumer

@@ -5,6 +5,9 @@ random bits, good once, for the owner and the scope of the request. A lease ends
 the connection of the other engine ends, after `lease_s` seconds, or when blocks are short, the oldest first. Any of
 these may come at any time, so a lease is looked at under the lock for each block that is copied out of the cache.
 
+Of a model with states the blocks end one token before the prompt at the latest, and a lease keeps the state behind
+them, too (`quire.cache.states.States.keep`), in parts that are read as blocks. It ends when its state is given up.
+
 The engine's thread makes and frees leases; threads of connections redeem tickets, copy blocks, and end leases, which
 the engine's thread then frees.
 """
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.cache.prefix_tree import as_bytes, scope_text
+from quire.core.kv_identity import NO_STATES, StateParts
 from quire.core.sequence import KVTransfer, Request, Sequence
 
 if TYPE_CHECKING:
@@ -25,28 +29,33 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class KVTicket:
-    """A prompt that is kept: its full blocks, and their tokens."""
+    """A prompt that is kept: its full blocks and their tokens, with those of the state behind them, if it has one."""
 
     lease_id: int           # lease of the request that has computed it
     name: str
     binding: bytes          # digest of its owner and scope
     tokens: bytes           # packed, 4 bytes each
-    blocks: list[int]
+    blocks: list[int]       # and parts
     ends_s: float
     is_redeemed: bool = False
     is_over: bool = False   # its blocks may be others' now
 
 
 class Tickets:
-    """All tickets of an engine, which its blocks bound: each has one at least. `clock` returns seconds."""
+    """All tickets of an engine, which its blocks bound, and its slots: each has one at least. `clock` returns seconds.
+    """
 
-    def __init__(self, cache: "KVCacheManager", lease_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cache: "KVCacheManager", lease_s: float, clock: Callable[[], float], parts: StateParts = NO_STATES
+    ) -> None:
         assert cache.prefixes.can_be_found, "tickets without a prefix cache"
-        self._cache, self.lease_s, self._clock = cache, lease_s, clock
+        self._cache, self.lease_s, self._clock, self._parts = cache, lease_s, clock, parts
+        if cache.states is not None:
+            cache.states.on_give_up = self._give_up
         self.lock = threading.Lock()
         self._tickets: dict[str, KVTicket] = {}   # the oldest first
         self._ended = deque[KVTicket]()           # over, and to be freed by the engine's thread
-        self.counts = Counter[str]()              # made, redeemed, refused, expired, given_back
+        self.counts = Counter[str]()              # made, redeemed, refused, expired, given_back, stateless
 
     def __len__(self) -> int:
         """Count the leases."""
@@ -59,7 +68,7 @@ class Tickets:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all leases; one of several leases counts several times."""
+        """Blocks and parts of states of all leases; one of several leases counts several times."""
         return sum(len(ticket.blocks) for ticket in list(self._tickets.values()))
 
     # --- the engine's thread --------------------------------------------------------------------------------------
@@ -67,18 +76,26 @@ class Tickets:
     def keep(self, request: Request, sequence: Sequence) -> None:
         """Keep the full blocks of a request's prompt, of which a branch ends, under the request's ticket.
 
-        Nothing is kept if there is no full block, or `lease_computed` holds none.
+        Nothing is kept if there is no full block, `lease_computed` holds none, or the state behind them was evicted.
         """
         transfer, lease_id = request.transfer, request.request_id
         assert transfer is not None, "a request without a ticket"
-        size = self._cache.block_size
-        num_blocks = min(sequence.num_prompt_tokens, sequence.num_computed_tokens) // size
+        size, num_parts = self._cache.block_size, self._parts.num_parts
+        num_usable = sequence.num_prompt_tokens - (num_parts > 0)  # the last token is computed behind the state
+        num_blocks = min(num_usable, sequence.num_computed_tokens) // size
         if not num_blocks or transfer.ticket in self._tickets or lease_id in self._cache.leases:
             return
         blocks = self._cache.lease_computed(lease_id, sequence.seq_id, num_blocks)
         if blocks is None:
             return
         tokens, ends_s = as_bytes(sequence.token_ids[: num_blocks * size]), self._clock() + self.lease_s
+        if num_parts:
+            slot = self._cache.keep_state(lease_id, sequence.seq_id)
+            if slot is None:
+                self.counts["stateless"] += 1
+                self._cache.end_lease(lease_id)
+                return
+            blocks, tokens = blocks + self._parts.numbers(slot), tokens + self._parts.tokens(size)
         ticket = KVTicket(lease_id, transfer.ticket, binding(transfer, request.scope), tokens, blocks, ends_s)
         with self.lock:
             self._tickets[transfer.ticket] = ticket
@@ -102,6 +119,13 @@ class Tickets:
             if ticket is not None:
                 self._end(ticket, "given_back")
         return self._free()
+
+    def _give_up(self, lease_id: int) -> None:
+        """End the lease with a state in a slot that is to be another's; it is freed after the step."""
+        with self.lock:
+            ticket = next((each for each in self._tickets.values() if each.lease_id == lease_id), None)
+            if ticket is not None:
+                self._end(ticket, "given_back")
 
     def clear(self) -> None:
         """End all leases."""
@@ -155,7 +179,11 @@ class Tickets:
         """Assert, in slices, that each ticket has its blocks."""
         for ticket in list(self._tickets.values()):
             held = self._cache.leased_blocks(ticket.lease_id, 0, len(ticket.blocks))
-            assert held == ticket.blocks, f"lease {ticket.lease_id} of {held}, not {ticket.blocks}"
+            if self._cache.states is not None and (slot := self._cache.states.kept(ticket.lease_id)) is not None:
+                held += self._parts.numbers(slot)
+            num_parts = len(ticket.blocks) - len(held)
+            assert not num_parts or (ticket.is_over and num_parts == self._parts.num_parts), f"no state of {ticket}"
+            assert held == ticket.blocks[: len(held)], f"lease {ticket.lease_id} of {held}, not {ticket.blocks}"
         yield
 
 

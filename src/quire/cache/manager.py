@@ -338,7 +338,7 @@ class KVCacheManager:
         self.leases[lease_id] = table
 
     def lease_computed(self, lease_id: int, seq_id: int, num_blocks: int) -> list[int] | None:
-        """Hold the first blocks of a sequence, which are filled, and return them.
+        """Hold the first blocks of a sequence that ends, which are filled, and return them.
 
         None, and nothing is held, if one has left its window, or the sequence is swapped out.
         """
@@ -349,6 +349,17 @@ class KVCacheManager:
         table.truncate(num_blocks * self.block_size)
         self.leases[lease_id] = table
         return table.columns.tolist()
+
+    def keep_state(self, lease_id: int, seq_id: int) -> int | None:
+        """Keep the state behind the blocks that a lease holds of a sequence that ends; return its slot.
+
+        None if there is none.
+        """
+        assert self.states is not None, "a state of a model that keeps none"
+        num_blocks = len(self.leases[lease_id].columns)
+        self.prefixes.publish(self._tables[seq_id], num_blocks * self.block_size)
+        self.states.settle(seq_id)
+        return self.states.keep(lease_id, self._tables[seq_id].columns[num_blocks - 1 : num_blocks])
 
     def leased_blocks(self, lease_id: int, start: int, stop: int) -> list[int]:
         """Return blocks [start, stop) of a lease."""
@@ -373,9 +384,10 @@ class KVCacheManager:
         self.leases[lease_id].truncate(num_blocks * self.block_size)
 
     def end_lease(self, lease_id: int) -> None:
-        """Release all blocks of a lease; what can be found is cached."""
+        """Release all blocks of a lease, and its state; what can be found is cached."""
         if self.states is not None:
             self.states.end_lease(lease_id)
+            self.states.end_keep(lease_id)
         table = self.leases.pop(lease_id)
         self.prefixes.free(table, table.num_tokens)
 

@@ -14,7 +14,7 @@ the plan is complete that reads it last.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -138,7 +138,7 @@ class States:
         self._num_taken = 0                             # snapshots planned since start
         self._leased: dict[int, int] = {}               # slot of each lease, to be filled with a snapshot
         self._kept: dict[int, int] = {}                 # slot of each keeper of a snapshot, the oldest first
-        self._kept_slots = frozenset[int]()
+        self.on_give_up: Callable[[int], None] = lambda keeper: None  # called before a keeper's slot is given up
 
     @property
     def num_slots(self) -> int:
@@ -370,7 +370,8 @@ class States:
         """Keep the snapshot of the last of some blocks that has one; return its slot, None if none has.
 
         At most half of the slots are kept. For one more the oldest is given up, and so are all, where running sequences
-        need their slots: what is given up is in the tree like any other. keeper: the id of a pin.
+        need their slots: what is given up is in the tree like any other. keeper: the id of a pin
+        or of a lease.
         """
         column = None if self._tree is None else self._tree.last_column(blocks)
         if self._tree is None or column is None or keeper in self._kept:
@@ -380,18 +381,27 @@ class States:
             self._give_up()
         self.slots.share(slot)
         self._kept[keeper] = slot
-        self._kept_slots |= {slot}
         return slot
+
+    def kept(self, keeper: int) -> int | None:
+        """Return the slot of a keeper; None if it keeps none, or it has been given up."""
+        return self._kept.get(keeper)
 
     def end_keep(self, keeper: int) -> None:
         """Keep a snapshot no more, if it is kept still."""
         if (slot := self._kept.pop(keeper, None)) is not None:
             self.slots.release(slot)
-            self._kept_slots = frozenset(self._kept.values())
+
+    @property
+    def _kept_slots(self) -> set[int]:
+        """The slots of kept snapshots, each once."""
+        return set(self._kept.values())
 
     def _give_up(self) -> None:
         """Keep one snapshot less, the one that has been kept the longest."""
-        self.end_keep(next(iter(self._kept)))
+        keeper = next(iter(self._kept))
+        self.on_give_up(keeper)
+        self.end_keep(keeper)
 
     # --- snapshots from elsewhere: see quire.cache.loads -------------------------------------------------------------
 
@@ -492,7 +502,6 @@ class States:
         holders = Counter(state.slot for state in self._states.values())
         holders.update(each.slot for state in self._states.values() for each in state.snapshots)
         holders.update((*self._leased.values(), *self._kept.values()))
-        assert self._kept_slots == set(self._kept.values()), f"slots {self._kept_slots} are kept, not {self._kept}"
         assert len(self._kept_slots) <= max(1, self.num_slots // 2), f"{self._kept} are kept of {self.num_slots} slots"
         if self._tree is not None:
             holders.update(self._tree.snapshots.values())

@@ -465,10 +465,13 @@ def open_peers(
         address = listening_address(options)
         if member is not None and not ipaddress.ip_address(address).is_loopback:
             raise ConfigError(f"kv_host {options.kv_host} must be an address of this machine alone, with {name}")
-        loads.tickets = Tickets(cache, options.kv_lease_duration, time.monotonic)
-        producer = KVProducer(loads.tickets, CacheBlocks(kv.tensors), identity, address, port, key)
+        blocks = CacheBlocks(kv.tensors, kv.states)
+        loads.tickets = Tickets(cache, options.kv_lease_duration, time.monotonic, blocks.parts)
+        producer = KVProducer(loads.tickets, blocks, identity, address, port, key)
     if is_consumer:
-        loads.peers = consumer = KVConsumer(loads, CacheBlocks(kv.tensors), cache.block_size, identity, peers, key)
+        loads.peers = consumer = KVConsumer(
+            loads, CacheBlocks(kv.tensors, kv.states), cache.block_size, identity, peers, key
+        )
     return KVPeers(consumer, producer)
 
 

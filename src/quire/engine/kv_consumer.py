@@ -277,17 +277,22 @@ class KVConsumer:
             )
 
     def find(self, wanted: Wanted, num_found: int) -> PeerLoad | None:
-        """Return a load of the full blocks behind the first `num_found`; None where the peer is not connected."""
-        transfer, num_full = wanted.transfer, wanted.num_tokens // self._block_size
+        """Return a load of the full blocks behind the first `num_found`, and of the state behind them if there is one.
+
+        None where the peer is not connected.
+        """
+        transfer, state = wanted.transfer, self._blocks.parts
+        num_full = (wanted.num_tokens - (state.num_parts > 0)) // self._block_size  # as `Tickets.keep` keeps them
         assert transfer is not None, "a load without a ticket"
         peer = self._peers[transfer.peer]
         connection = peer.connection
         if connection is None:
             return None
-        tokens = as_bytes(wanted.token_ids[: num_full * self._block_size])
+        tokens = as_bytes(wanted.token_ids[: num_full * self._block_size]) + state.tokens(self._block_size)
         return PeerLoad(
-            self, wanted.request_id, num_found, num_full, num_found, num_found, peer=peer, connection=connection,
-            number=next(self._numbers), transfer=transfer, binding=binding(transfer, wanted.scope), tokens=tokens,
+            self, wanted.request_id, num_found, num_full + state.num_parts, num_found, num_found, peer=peer,
+            connection=connection, number=next(self._numbers), transfer=transfer,
+            binding=binding(transfer, wanted.scope), tokens=tokens, state=state,
         )  # fmt: skip
 
     def is_worth(self, wanted: Wanted, match: PrefixMatch, load: KVLoad | None) -> bool:

@@ -236,17 +236,13 @@ def check_encoder(options: EngineOptions) -> None:
 
 def check_tails(options: EngineOptions) -> None:
     """Raise ConfigError for an option that has not been tried with what blocks keep for short convolutions."""
-    for name, plain in (("memory_policy", "paged"), ("kv_role", "none"), ("prefill_engines", 0)):
-        if (value := getattr(options, name)) != plain:
-            raise ConfigError(f"{name} {value!r} is not supported for a model with short convolutions; use {plain!r}")
+    if (value := options.memory_policy) != "paged":
+        raise ConfigError(f"memory_policy {value!r} is not supported for a model with short convolutions; use 'paged'")
 
 
 def check_states(options: EngineOptions, device_type: str) -> None:
     """Raise ConfigError for an option that does not reach the states that a model keeps of sequences."""
-    plain = {
-        "memory_policy": "paged", "batching": "continuous", "kv_role": "none",
-        "prefill_engines": 0, "kv_events": None,
-    }  # fmt: skip
+    plain = {"memory_policy": "paged", "batching": "continuous", "kv_events": None}
     for name, value in plain.items():
         if (given := getattr(options, name)) != value:
             raise ConfigError(f"{name} {given!r} is not supported for a model that keeps states; use {value!r}")

@@ -462,7 +462,17 @@ def test_deadline_counts_on_while_the_prompt_is_computed_apart(demo_model: Path)
     with_fleet(demo_model, work, **APART | {"kv_port": 15103})
 
 
-def test_engines_killed_in_each_phase_cost_no_token_and_no_block(demo_model: Path) -> None:
+@pytest.fixture(params=["demo", "states"])
+def model_apart(request: pytest.FixtureRequest, demo_model: Path, tmp_path: Path) -> Path:
+    """Return the folder of the demo model, or of one with states."""
+    if request.param == "demo":
+        return demo_model
+    from support.random_folder import HYBRID, write_random_folder  # needs torch
+
+    return write_random_folder(tmp_path / "states", HYBRID | {"max_position_embeddings": 2048})
+
+
+def test_engines_killed_in_each_phase_cost_no_token_and_no_block(model_apart: Path) -> None:
     async def work(fleet: Fleet) -> None:
         supervising = asyncio.create_task(fleet.supervise(lambda *found: None, pause=no_pause))
         await connected(fleet)
@@ -529,4 +539,4 @@ def test_engines_killed_in_each_phase_cost_no_token_and_no_block(demo_model: Pat
         with suppress(asyncio.CancelledError):
             await supervising
 
-    with_fleet(demo_model, work, **APART | SHORT_LEASE | {"kv_port": 15101})
+    with_fleet(model_apart, work, **APART | SHORT_LEASE | {"kv_port": 15101})

@@ -94,7 +94,7 @@ COUNTERS: dict[str, list[dict[str, str]]] = {
     "quire:kv_disk_unwritten_blocks_total": [{"reason": reason} for reason in ("dropped", "failed")],
     "quire:kv_disk_unloaded_total": [{"reason": reason} for reason in ("given_up", "slower")],
     "quire:kv_transfer_tickets_total": [
-        {"state": state} for state in ("made", "redeemed", "refused", "expired", "given_back")
+        {"state": state} for state in ("made", "redeemed", "refused", "expired", "given_back", "stateless")
     ],
     "quire:kv_transfer_bytes_total": [{"direction": each} for each in ("sent", "received")],
     "quire:kv_transfer_seconds_total": [{}],

@@ -568,16 +568,17 @@ class EngineMetrics:
     def _transfer_families(self) -> Iterator[Metric]:
         """Yield the families of prefill apart from decoding: 0 where the engine has no part in it."""
         own, moved = self._own, defaultdict[str, float](float, self._kv.transfer)
-        tickets = {name: moved[f"tickets_{name}"] for name in ("made", "redeemed", "refused", "expired", "given_back")}
+        ends = "made", "redeemed", "refused", "expired", "given_back", "stateless"
+        tickets = {name: moved[f"tickets_{name}"] for name in ends}
         failed = {name: moved[f"failed_{name}"] for name in FETCH_FAILURES}
         peers = {name: moved[f"peers_{name}"] for name in ("connected", "unconnected", "incompatible")}
         num_bytes = {"sent": moved["sent_bytes"], "received": moved["received_bytes"]}
         held = own, moved["held_blocks"]
-        yield gauge("quire:kv_transfer_held_blocks", "Blocks that are kept for other engines.", held)
+        yield gauge("quire:kv_transfer_held_blocks", "Blocks and parts of states kept for other engines.", held)
         yield gauge("quire:kv_transfer_consumers", "Engines that are connected to fetch.", (own, moved["consumers"]))
         yield gauge("quire:kv_transfer_peers", "Engines to fetch from, by state.", *by("state", peers, own))
         yield counter("quire:kv_transfer_tickets_total", "Tickets by what became of them.", *by("state", tickets, own))
-        yield counter("quire:kv_transfer_bytes_total", "Bytes of KV blocks.", *by("direction", num_bytes, own))
+        yield counter("quire:kv_transfer_bytes_total", "Bytes of blocks and states.", *by("direction", num_bytes, own))
         yield counter("quire:kv_transfer_seconds_total", "Seconds of reads from peers.", (own, moved["receive_s"]))
         yield counter("quire:kv_transfer_failed_total", "Fetches that did not get all.", *by("reason", failed, own))
 
