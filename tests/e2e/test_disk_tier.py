@@ -68,6 +68,7 @@ def test_engine_that_has_slept_finds_what_it_had_computed(tmp_path: Path) -> Non
     assert output.num_cached_tokens == 96
 
 
+@pytest.mark.usefixtures("tests_frozen")
 def test_requests_and_sessions_leave_no_object_behind(tmp_path: Path) -> None:
     """The plans before a fault are left out: they are bounded in bytes, and that bound is reached slowly."""
     prompts = [{"prompt_token_ids": [3 + (number + place) * 7 % 280 for place in range(40)]} for number in range(20)]

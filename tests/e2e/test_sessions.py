@@ -42,6 +42,7 @@ def saved(directory: Path, name: str = "one", salt: str | None = None, **setting
         llm.create_session(prompt).save(name)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("tests_frozen")
 def test_store_of_a_session_is_freed_without_a_collection(tmp_path: Path) -> None:
     """It has a quarter of a megabyte in few objects, so collections of garbage in circles are too rare for it."""
 

@@ -100,7 +100,7 @@ def test_beams_of_mamba_are_those_without_a_prefix_cache(hybrids: dict[str, Path
 
 
 @pytest.mark.parametrize("options", [{"data_parallel_size": 2}, {"enable_sleep_mode": True}], ids=str)
-@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.usefixtures("forked_processes", "tests_frozen")
 def test_engines_of_mamba_and_one_that_has_slept_have_the_bits_of_one(
     hybrids: dict[str, Path], options: dict[str, Any]
 ) -> None:
@@ -263,7 +263,7 @@ def test_beams_are_those_without_a_prefix_cache(model: Path) -> None:
 
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
-@pytest.mark.usefixtures("forked_processes")
+@pytest.mark.usefixtures("forked_processes", "tests_frozen")
 def test_engines_and_one_that_has_slept_have_the_bits_of_one(model: Path) -> None:
     prompts, params = asked()
     with LLM(model, dtype="bfloat16", max_model_len=160, block_size=8, data_parallel_size=2) as llm:

@@ -152,7 +152,7 @@ def test_answers_with_the_head_s_own_drafts(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.usefixtures("as_many_as_possible", "drafts")
+@pytest.mark.usefixtures("as_many_as_possible", "drafts", "tests_frozen")
 def test_drafts_behind_sleep_are_those_before(folders_of: Callable[[str], tuple[Path, Path]], level: int) -> None:
     (prompts, params), (target, head) = asked(), folders_of("llama")
     settings = {"max_model_len": 160, "enable_sleep_mode": True}
