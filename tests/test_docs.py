@@ -10,7 +10,6 @@ server before it.
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ import pytest
 from quire.cli.main import main
 from support.doc_blocks import PAGES, ROOT, Block, Command, blocks_of, commands_of, printed_as
 from support.gguf_files import convert
+from support.nodes import free_port
 from support.peft_folders import write_adapter
 from support.server import ServerProcess, running_server
 
@@ -117,9 +117,7 @@ class Reader:
     def __init__(self, folder: Path, home: Path) -> None:
         self._folder, self._log = folder, home / "server.log"
         self._server: subprocess.Popen[bytes] | None = None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         (home / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("QUIRE_", "PYTHONPATH"))}
         self._environment = kept | {

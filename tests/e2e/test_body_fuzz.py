@@ -191,7 +191,7 @@ def test_faulty_bodies_get_an_answer_or_a_clear_error(small_server: ServerProces
             error.add_note(f"{response.status_code} {response.text[:500]!r} for {body[:1000]!r}")
             raise
     assert {response.status_code for _, response in asked} >= {200, 400}
-    for prefix in httpx.get(f"{small_server.url}/v1/prefixes").json()["data"]:
-        assert httpx.delete(f"{small_server.url}/v1/prefixes/{prefix['id']}").status_code == 200
+    for prefix in httpx.get(f"{small_server.url}/v1/prefixes", timeout=LIMIT_S).json()["data"]:
+        assert httpx.delete(f"{small_server.url}/v1/prefixes/{prefix['id']}", timeout=LIMIT_S).status_code == 200
     wait_until_idle(small_server.url)
     assert "Traceback" not in small_server.log

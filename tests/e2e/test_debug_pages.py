@@ -170,7 +170,7 @@ def test_charts_show_the_steps_and_the_slider_goes_back_in_time(server: ServerPr
 
     async def visit(page: Page) -> None:
         httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=LIMIT_S).raise_for_status()
-        steps = httpx.get(f"{server.url}/debug/top", headers=HEADERS).json()["engines"][0]["steps"]
+        steps = httpx.get(f"{server.url}/debug/top", headers=HEADERS, timeout=LIMIT_S).json()["engines"][0]["steps"]
         await page.open(f"{server.url}/debug/blocks", password=KEY)
         await page.until("document.querySelector('#moment-step').textContent.startsWith('step')")
         await page.press("#pause")

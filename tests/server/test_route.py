@@ -16,7 +16,7 @@ import pytest
 from quire.cli.route import check_urls
 from quire.core.errors import ConfigError
 from quire.server.route import MAX_MISSES, PROBE_PAUSE_S
-from support.server import ServerProcess, wait_until
+from support.server import ANSWER_LIMIT_S, ServerProcess, wait_until
 
 Json = dict[str, Any]
 # As NixlConnector of vLLM 0.32 answers, with keys that mean nothing to the router.
@@ -145,7 +145,7 @@ def test_request_goes_to_both_in_the_form_of_vllm(closed: str) -> None:
         [prefill.url], [closed, decode.url], least_bytes=50
     ) as router:
         headers = {"Authorization": "Bearer key"}
-        answer = httpx.post(router.url + "/v1/completions", json=body, headers=headers)
+        answer = httpx.post(router.url + "/v1/completions", json=body, headers=headers, timeout=ANSWER_LIMIT_S)
         assert answer.json() == {"choices": []}
         assert prefill.asked == [("/v1/completions", {
             "prompt": PROMPT, "max_tokens": 1, "stream": False, "n": 1, "seed": 3,
@@ -174,7 +174,7 @@ def test_what_is_no_request_is_the_decode_servers_to_refuse() -> None:
         [prefill.url], [decode.url]
     ) as router:
         for wrong in (b"3", b'{"prompt": ', b'{"prompt": "\xff"}'):
-            answer = httpx.post(router.url + "/v1/completions", content=wrong)
+            answer = httpx.post(router.url + "/v1/completions", content=wrong, timeout=ANSWER_LIMIT_S)
             assert (answer.status_code, answer.json()) == (400, refusal)
             assert decode.asked.pop()[1] in (wrong, 3)
         assert prefill.asked == []

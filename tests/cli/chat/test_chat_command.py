@@ -1,5 +1,6 @@
 """`quire chat` as a whole: through pipes, and in a terminal."""
 
+import codecs
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from support.chat_server import ChatServer, Reply, answer, refusal, running, sai
 
 SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "8", "--max-model-len", "256")
 QUESTION = "Write a function parse_header."
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 Run = Callable[..., Any]
 
@@ -146,7 +147,7 @@ class Typist:
         self._screen, self._terminal = os.openpty()
         command = [sys.executable, "-c", IN_A_TERMINAL, os.ttyname(self._terminal), *arguments]
         self._process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"TERM": "xterm"})
-        self._unread = ""
+        self._unread, self._decoder = "", codecs.getincrementaldecoder("utf-8")()
 
     def type(self, keys: str) -> None:
         os.write(self._screen, keys.encode())
@@ -155,10 +156,12 @@ class Typist:
         """Read until `text` is there; return what came up to its end, without escape sequences."""
         end_s = time.monotonic() + TIMEOUT_S
         while text not in self._unread:
-            is_over = self._process.poll() is not None or time.monotonic() > end_s
-            assert not is_over, f"no {text!r} in {self._unread!r}"
-            if select.select([self._screen], [], [], 1)[0]:
-                self._unread = _without_escapes(self._unread + os.read(self._screen, 65_536).decode())
+            is_over = self._process.poll() is not None or time.monotonic() > end_s  # what it has shown can still be read
+            if select.select([self._screen], [], [], 0 if is_over else 1)[0]:
+                more = self._decoder.decode(os.read(self._screen, 65_536))
+                self._unread = _without_escapes(self._unread + more)
+            else:
+                assert not is_over, f"no {text!r} in {self._unread!r}"
         before, _, self._unread = self._unread.partition(text)
         return before + text
 

@@ -16,7 +16,7 @@ import pytest
 from quire import LLM, SamplingParams
 from support.metrics_page import read_metrics
 from support.nodes import START, free_port
-from support.server import wait_until
+from support.server import ANSWER_LIMIT_S, wait_until
 
 Run = Callable[..., Any]
 SMALL = ("--num-kv-blocks", "64", "--max-num-seqs", "4", "--max-model-len", "256")
@@ -73,7 +73,7 @@ def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_
             process.stdin.flush()
             wait_until(lambda: out.read_text().count("\n") == number + 1)  # noqa: B023 (called here)
             assert read_metrics(url)['vllm:request_success_total{finished_reason="length"}'] == number + 1
-        assert [httpx.get(f"{url}{path}").status_code for path in ("/", "/v1/models")] == [200, 404]
+        assert [httpx.get(f"{url}{path}", timeout=ANSWER_LIMIT_S).status_code for path in ("/", "/v1/models")] == [200, 404]
         process.stdin.close()
         told = process.stderr.read()
     assert (process.returncode, told.splitlines()[-1]) == (0, "2 lines answered, 0 of them with an error")

@@ -21,6 +21,7 @@ from support.openai_server import LIMIT_S, OpenAIServer, events_of, openai_serve
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"max_tokens": 900, "ignore_eos": True, "seed": 0}
+NUM_STEPS = 5   # until each answer has text
 
 
 def connect(server: OpenAIServer, path: str, **body: Any) -> socket.socket:  # noqa: ANN401 (JSON)
@@ -45,12 +46,16 @@ def num_aborted(server: OpenAIServer) -> int:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_client_that_goes_aborts_all_of_its_branches(server: OpenAIServer, stream: bool) -> None:
-    before = num_aborted(server)
-    connection = connect(server, COMPLETIONS, prompt=["a", "b"], n=2, stream=stream, **LONG)
-    server.wait_until(lambda: has_open(server, 2) and server.service.client.state.num_running > 0)
-    if stream:
-        assert connection.recv(1)
-    connection.close()
+    before, client = num_aborted(server), server.service.client
+    with server.single_steps() as run_step:     # else the request might be over before its client goes
+        connection = connect(server, COMPLETIONS, prompt=["a", "b"], n=2, stream=stream, **LONG)
+        server.wait_until(lambda: client.num_queued == 2)
+        while server.on_loop(lambda: client.state.num_running == 0):
+            run_step()
+        if stream:
+            assert connection.recv(1)
+        connection.close()
+        server.wait_until(lambda: has_open(server, 0))
     server.wait_until(server.is_idle)
     assert num_aborted(server) == before + 2  # one for each prompt
 
@@ -58,7 +63,7 @@ def test_client_that_goes_aborts_all_of_its_branches(server: OpenAIServer, strea
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_client_that_goes_while_nothing_is_sent_is_noticed(server: OpenAIServer, stream: bool) -> None:
     """A request that waits for others has nothing to send."""
-    with connect(server, COMPLETIONS, prompt="a", n=8, stream=True, **LONG), server.held():
+    with server.held(), connect(server, COMPLETIONS, prompt="a", n=8, stream=True, **LONG):
         waiting = connect(server, CHAT, messages=[{"role": "user", "content": "hi"}], stream=stream, **LONG)
         server.wait_until(lambda: has_open(server, 2))
         waiting.close()
@@ -92,12 +97,16 @@ def test_headers_of_a_stream_do_not_wait_for_tokens(server: OpenAIServer) -> Non
 
 
 def test_end_of_the_server_is_the_last_event_of_a_stream(server: OpenAIServer) -> None:
-    with server.http.stream("POST", COMPLETIONS, json={"prompt": ["a", "b"], "stream": True, **LONG}) as response:
+    body = {"prompt": ["a", "b"], "stream": True, **LONG}
+    with server.single_steps() as run_step, server.http.stream("POST", COMPLETIONS, json=body) as response:
+        server.wait_until(lambda: server.service.client.num_queued == 2)
+        for _ in range(NUM_STEPS):
+            run_step()
         text = next(pieces := response.iter_text())
-        with server.held():
-            server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
-            events = events_of(text + "".join(pieces))
+        server.on_loop(lambda: server.service.responses.cancel_all(shutting_down()))
+        events = events_of(text + "".join(pieces))
     assert events.pop()["error"]["code"] == "shutting_down"
+    assert events
     assert not any("error" in event for event in events)
 
 
@@ -161,9 +170,12 @@ def test_death_of_the_engine_is_told_to_all(demo_model: Path) -> None:
     """Streams end with an event, whole answers and new requests with a status."""
     with mortal_server(demo_model) as server:
         asked = {"prompt": ["a", "b"], "stream": True, **LONG}
-        with server.http.stream("POST", COMPLETIONS, json=asked) as response:
+        with server.single_steps() as run_step, server.http.stream("POST", COMPLETIONS, json=asked) as response:
+            server.wait_until(lambda: server.service.client.num_queued == 2)
+            for _ in range(NUM_STEPS):
+                run_step()
             text = next(pieces := response.iter_text())
-            with server.held(), connect(server, COMPLETIONS, prompt="a", **LONG) as whole:
+            with connect(server, COMPLETIONS, prompt="a", **LONG) as whole:
                 server.wait_until(lambda: has_open(server, 3))
                 server.child.process.kill()
                 error = events_of(text + "".join(pieces)).pop()["error"]

@@ -223,7 +223,8 @@ def test_what_cannot_constrain_is_refused_by_name(
 ) -> None:
     if fields == {"guided_json": "\ud800"}:
         body = b'{"prompt": "a", "guided_json": "\\ud800"}'
-        answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=LIMIT_S)
         assert answer.status_code == 400
         return
     told = error(server, **fields)

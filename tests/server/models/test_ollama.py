@@ -145,7 +145,7 @@ def test_errors_have_their_form(server: ServerProcess, path: str, body: Any, sta
 @pytest.mark.parametrize("path", ["api/chat", "v1/chat/completions"])
 @pytest.mark.parametrize("body", [b'{"model": "\xff"}', b'{"more": ' + b"[" * 100_000], ids=["no UTF-8", "deep"])
 def test_bodies_that_cannot_be_read_are_refused(server: ServerProcess, path: str, body: bytes) -> None:
-    assert httpx.post(f"{server.url}/{path}", content=body).status_code == 400
+    assert httpx.post(f"{server.url}/{path}", content=body, timeout=ANSWER_LIMIT_S).status_code == 400
 
 
 @pytest.mark.parametrize(
