@@ -51,14 +51,11 @@ def test_replica_with_a_stopped_engine_is_unhealthy_and_its_requests_end(demo_mo
             pid = replica.pids()[1]
             params = SamplingParams(max_tokens=1500, ignore_eos=True)
             request = Request(0, pack_tokens([5, 6, 7]), params, seed=0, max_tokens=1500)
-            reports = replica.generate(EngineCall(request, None))
-            if has_work:
-                await anext(reports)
             replica.check_health()
             os.kill(pid, signal.SIGSTOP)
             if has_work:
                 with pytest.raises(EngineDeadError, match="made no progress for 2 s"):
-                    [report async for report in reports]
+                    [report async for report in replica.generate(EngineCall(request, None))]
             async with asyncio.timeout(TIMEOUT_S):
                 await until(lambda: bool(replica._death))
             with pytest.raises(EngineDeadError, match="made no progress for 2 s"):

@@ -7,7 +7,7 @@ import signal
 import socket
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 
 from support.clients import LIMIT_S
 from support.metrics_page import read_metrics
-from support.server import ServerProcess, is_running, running_server, wait_until
+from support.server import ENTRY, ServerProcess, is_running, running_server, wait_until
 from support.stopping import stopped
 
 pytestmark = pytest.mark.usefixtures("demo_model")
@@ -27,6 +27,8 @@ NUM_WHOLE = 4
 PROMPT = [5, 6, 7, 8]
 ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True}
 DONE = "[DONE]"
+# Until it is told to end: a test that is stopped for seconds still sees it.
+STAYS_UNHEALTHY = f"from quire.server import lifecycle; lifecycle.UNHEALTHY_S = 600; {ENTRY}"
 
 
 class Watched:
@@ -64,7 +66,7 @@ def watched_server(tmp_path: Path, *flags: str) -> Iterator[Watched]:
     env = {"TMPDIR": str(tmp_path), "E2E_MARK": mark}
     patience = ("--stall-limit", "600", "--shutdown-timeout", "600")
     size = "--num-kv-blocks", "8192", "--swap-space", "4MiB"
-    with running_server(*size, *patience, *flags, env=env, is_new=True) as server:
+    with running_server(*size, *patience, *flags, env=env, entry=STAYS_UNHEALTHY) as server:
         found = Watched(server, mark, tmp_path)
         assert len(found.remains()) >= 3  # server, engine, port: the test can see them
         yield found
@@ -93,10 +95,16 @@ class Load:
         self._streams: list[asyncio.Task[list[str]]] = []
         self._wholes: list[asyncio.Task[httpx.Response]] = []
 
-    async def begin(self, body: dict[str, Any]) -> None:
-        """Open all requests; return when every stream has had its first event and the others have begun too."""
+    async def begin(self, body: dict[str, Any], *, is_held: bool = False) -> None:
+        """Open all requests; return when every stream has had its first event and the others have begun too.
+
+        `is_held`: the engine stands still; return when all of them are in its queue.
+        """
         self._streams = [asyncio.create_task(self._read(body)) for _ in range(NUM_STREAMS)]
         self._wholes = [asyncio.create_task(self.http.post("/v1/completions", json=body)) for _ in range(NUM_WHOLE)]
+        if is_held:
+            await asyncio.to_thread(wait_until, lambda: _num_waiting(self._url) == NUM_STREAMS + NUM_WHOLE)
+            return
         await self._all_begun.wait()
         await asyncio.to_thread(wait_until, lambda: _num_begun(self._url) == NUM_STREAMS + NUM_WHOLE)
 
@@ -130,16 +138,20 @@ class Load:
 
 
 @asynccontextmanager
-async def load(server: ServerProcess, body: dict[str, Any]) -> AsyncIterator[Load]:
-    """Put a server under load."""
+async def load(server: ServerProcess, body: dict[str, Any], *, is_held: bool = False) -> AsyncIterator[Load]:
+    """Put a server under load, as in `Load.begin`."""
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as http:
         clients = Load(server.url, http)
-        await clients.begin(body)
+        await clients.begin(body, is_held=is_held)
         yield clients
 
 
 def _num_begun(url: str) -> float:
     return read_metrics(url)["vllm:prompt_tokens_total"] / len(PROMPT)
+
+
+def _num_waiting(url: str) -> float:
+    return read_metrics(url)["vllm:num_requests_waiting"]
 
 
 def parsed(events: Sequence[str]) -> list[dict[str, Any]]:
@@ -155,15 +167,13 @@ def assert_unhealthy(response: httpx.Response, code: str) -> None:
     assert int(response.headers["Retry-After"]) >= 1
 
 
-async def health_until_the_end(url: str) -> list[httpx.Response]:
-    """Ask for /health, each time on a new connection, until none is answered; return the answers."""
-    answers = []
+async def first_unhealthy(url: str) -> httpx.Response:
+    """Ask for /health, each time on a new connection, until the answer is another than 200; return it."""
     while True:
-        try:
-            async with httpx.AsyncClient(timeout=LIMIT_S) as probe:
-                answers.append(await probe.get(f"{url}/health"))
-        except httpx.TransportError:
-            return answers
+        async with httpx.AsyncClient(timeout=LIMIT_S) as probe:
+            answer = await probe.get(f"{url}/health")
+        if answer.status_code != 200:
+            return answer
         await asyncio.sleep(0.05)
 
 
@@ -178,10 +188,10 @@ def test_every_client_is_told_when_a_rank_is_killed(watched_ranks: Watched) -> N
 
 
 def assert_every_client_is_told_of_the_end_of(pid: int, watched: Watched) -> None:
-    """Kill a process of the server under load; check each answer, the health to the end, and that nothing is left."""
+    """Kill a process of the server under load; check each answer, the health, and that nothing is left."""
     server = watched.server
 
-    async def kill() -> tuple[list[list[str]], list[httpx.Response], list[httpx.Response], openai.APIError]:
+    async def kill() -> tuple[list[list[str]], list[httpx.Response], httpx.Response, openai.APIError]:
         async with (
             openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=LIMIT_S) as client,
             load(server, ENDLESS) as clients,
@@ -189,14 +199,15 @@ def assert_every_client_is_told_of_the_end_of(pid: int, watched: Watched) -> Non
             stream = await client.completions.create(
                 model=server.name, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
             )
-            health = asyncio.create_task(health_until_the_end(server.url))
             await anext(stream)
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(openai.APIError) as raised:
                 async for _ in stream:
                     pass
             await stream.close()
-            return await clients.streams(), await clients.wholes(), await health, raised.value
+            health = await first_unhealthy(server.url)
+            server.signal(signal.SIGTERM)
+            return await clients.streams(), await clients.wholes(), health, raised.value
 
     streams, wholes, health, error = asyncio.run(kill())
     for events in streams:
@@ -207,7 +218,7 @@ def assert_every_client_is_told_of_the_end_of(pid: int, watched: Watched) -> Non
     for response in wholes:
         assert_unhealthy(response, "engine_unhealthy")
     assert (error.type, error.code) == ("server_error", "engine_unhealthy")
-    assert_unhealthy(health[-1], "engine_unhealthy")
+    assert_unhealthy(health, "engine_unhealthy")
     assert server.wait() == 1
     watched.assert_gone()
 
@@ -216,10 +227,11 @@ def test_nothing_outlives_a_killed_server(watched: Watched) -> None:
     server = watched.server
 
     async def kill() -> list[BaseException | object]:
-        async with load(server, ENDLESS) as clients:
-            assert len(server.child_pids()) == 2  # the engine and the template worker
-            server.process.kill()
-            return await clients.broken()
+        with stopped(server.engine_pid()):      # else all might be over before
+            async with load(server, ENDLESS, is_held=True) as clients:
+                await asyncio.to_thread(wait_until, lambda: len(server.child_pids()) == 2)  # with the template worker
+                server.process.kill()
+                return await clients.broken()
 
     assert all(isinstance(answer, httpx.TransportError) for answer in asyncio.run(kill()))
     watched.assert_gone()
@@ -231,9 +243,10 @@ def test_open_requests_end_in_peace_when_the_server_is_told_to(watched: Watched)
     async def drain() -> tuple[list[list[str]], list[httpx.Response], httpx.Response, openai.APIError]:
         async with (
             openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=LIMIT_S) as client,
-            load(server, ENDLESS | {"max_tokens": 300}) as clients,
+            AsyncExitStack() as answering,
         ):
             with stopped(server.engine_pid()):  # else all might be over before we have looked
+                clients = await answering.enter_async_context(load(server, ENDLESS | {"max_tokens": 300}, is_held=True))
                 server.signal(signal.SIGTERM)
                 while (await clients.http.get("/ready")).status_code == 200:
                     pass
@@ -259,12 +272,13 @@ def test_second_signal_ends_all_at_once(watched: Watched) -> None:
     server = watched.server
 
     async def end() -> None:
-        async with load(server, ENDLESS) as clients:
-            server.signal(signal.SIGTERM)
-            while (await clients.http.get("/ready")).status_code == 200:
-                pass
-            server.signal(signal.SIGTERM)
-            await clients.broken()
+        with stopped(server.engine_pid()):
+            async with load(server, ENDLESS, is_held=True) as clients:
+                server.signal(signal.SIGTERM)
+                while (await clients.http.get("/ready")).status_code == 200:
+                    pass
+                server.signal(signal.SIGTERM)
+                await clients.broken()
 
     asyncio.run(end())
     assert server.wait() == 128 + signal.SIGTERM

@@ -62,7 +62,7 @@ def test_store_of_a_session_is_freed_without_a_collection(tmp_path: Path) -> Non
 
             def are_freed() -> bool:
                 answer(llm, {"prompt_token_ids": MORE})     # stores are closed between two steps
-                return num_stores() == before
+                return num_stores() <= before
 
             wait_until(are_freed)
         finally:

@@ -32,11 +32,21 @@ def num_restarts(url: str) -> float:
 
 def is_idle(url: str) -> bool:
     """Whether no request waits or runs, and none has left a block behind."""
-    samples = read_metrics(url)
+    return _shows_none(read_metrics(url))
+
+
+def wait_until_idle(url: str) -> Mapping[str, float]:
+    """Wait until all requests are gone; return the samples that say so."""
+    seen = dict[str, float]()
+
+    def is_seen() -> bool:
+        seen.update(read_metrics(url))
+        return _shows_none(seen)
+
+    wait_until(is_seen)
+    return seen
+
+
+def _shows_none(samples: Mapping[str, float]) -> bool:
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", 'quire:kv_blocks{state="used"}')
     return all(samples[name] == 0 for name in names)
-
-
-def wait_until_idle(url: str) -> None:
-    """Wait until all requests are gone."""
-    wait_until(lambda: is_idle(url))

@@ -156,7 +156,8 @@ class Typist:
         """Read until `text` is there; return what came up to its end, without escape sequences."""
         end_s = time.monotonic() + TIMEOUT_S
         while text not in self._unread:
-            is_over = self._process.poll() is not None or time.monotonic() > end_s  # what it has shown can still be read
+            # What a process has shown can be read after its end.
+            is_over = self._process.poll() is not None or time.monotonic() > end_s
             if select.select([self._screen], [], [], 0 if is_over else 1)[0]:
                 more = self._decoder.decode(os.read(self._screen, 65_536))
                 self._unread = _without_escapes(self._unread + more)

@@ -73,7 +73,8 @@ def test_metrics_are_served_from_the_start_to_the_end_of_a_run_whose_lines_come_
             process.stdin.flush()
             wait_until(lambda: out.read_text().count("\n") == number + 1)  # noqa: B023 (called here)
             assert read_metrics(url)['vllm:request_success_total{finished_reason="length"}'] == number + 1
-        assert [httpx.get(f"{url}{path}", timeout=ANSWER_LIMIT_S).status_code for path in ("/", "/v1/models")] == [200, 404]
+        for path, status in {"/": 200, "/v1/models": 404}.items():
+            assert httpx.get(f"{url}{path}", timeout=ANSWER_LIMIT_S).status_code == status
         process.stdin.close()
         told = process.stderr.read()
     assert (process.returncode, told.splitlines()[-1]) == (0, "2 lines answered, 0 of them with an error")

@@ -229,12 +229,15 @@ def test_steps_are_the_operators(demo_model: Path) -> None:
         served = list[dict[str, float]]()
 
         def is_served() -> bool:
+            run_step()
             served.append(server.http.get("/debug/top", headers=operator).json()["engines"][0]["served"])
             return bool(served[-1])
 
         asking = threading.Thread(target=lambda: server.http.post("/v1/completions", json=body))
-        asking.start()
-        wait_until(is_served)
+        with server.single_steps() as run_step:     # else the request might be over before we have looked
+            asking.start()
+            server.wait_until(lambda: server.service.client.num_queued == 1)
+            wait_until(is_served)
         asking.join()
     assert served[-1].keys() == {"key-1"}
     assert served[-1]["key-1"] >= 40
