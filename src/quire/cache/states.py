@@ -138,7 +138,7 @@ class States:
         self._num_taken = 0                             # snapshots planned since start
         self._leased: dict[int, int] = {}               # slot of each lease, to be filled with a snapshot
         self._kept: dict[int, int] = {}                 # slot of each keeper of a snapshot, the oldest first
-        self.on_give_up: Callable[[int], None] = lambda keeper: None  # called before a keeper's slot is given up
+        self.on_give_up: Callable[[int], None] | None = None    # called before a keeper's slot is given up
 
     @property
     def num_slots(self) -> int:
@@ -400,7 +400,8 @@ class States:
     def _give_up(self) -> None:
         """Keep one snapshot less, the one that has been kept the longest."""
         keeper = next(iter(self._kept))
-        self.on_give_up(keeper)
+        if self.on_give_up is not None:
+            self.on_give_up(keeper)
         self.end_keep(keeper)
 
     # --- snapshots from elsewhere: see quire.cache.loads -------------------------------------------------------------

@@ -112,13 +112,14 @@ def test_adapter_that_a_node_lacks_or_has_otherwise_fails_its_own_load_alone(fol
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("folder", 4), ("mixture", 2), pytest.param("folder", 2, marks=pytest.mark.matrix)]
+    ("name", "num_ranks"),
+    [("folder", 4), ("mixture", 2), ("normed_hybrid", 2), pytest.param("folder", 2, marks=pytest.mark.matrix)],
 )
 def test_partial_sums_have_the_bits_of_one_machine(
-    name: str, num_ranks: int, folder: Path, mixture: Path
+    name: str, num_ranks: int, request: pytest.FixtureRequest
 ) -> None:
     """In steps of a few tokens, whose sums every rank adds, and of many, of which each adds a part."""
-    model = {"folder": folder, "mixture": mixture}[name]
+    model = request.getfixturevalue(name)
     settings = {"num_kv_blocks": 96, "tensor_parallel_mode": "reduce", "tensor_parallel_size": num_ranks}
     prompts = PROMPTS + [[token + 1 for token in prompt] for prompt in PROMPTS]
     assert 4 * 72 * sum(map(len, prompts)) > ADDED_BYTES  # dimensions as in the folder, in one step
