@@ -237,16 +237,18 @@ def test_chunk_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize(
+    ("seed", "stateful"), [*((seed, False) for seed in range(15)), *((seed, True) for seed in range(16, 20))]
+)
 def test_files_follow_each_other_and_the_latest_two_stay(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, stateful: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each begins with the state of the scheduler at any moment between two steps, and is replayed by itself."""
     monkeypatch.setattr(Harness, "check", lambda harness: None)
     monkeypatch.setattr(recorder, "_CHUNK_BYTES", 300)
     monkeypatch.setattr(recorder, "_MOST_STATE", 1e9)
     records = Records(tmp_path, monkeypatch, max_bytes=3000)
-    harness = random_run(seed, **kind_of(seed))
+    harness = random_run(seed, **kind_of(seed), stateful=stateful)
     records.close()
     assert records.recorder is not None
     kept = records.recorder.paths

@@ -22,12 +22,14 @@ from quire.core.plan import RowResult, StepResult
 from quire.core.pooling import BeamTask, Scope
 from quire.core.sampling_params import BeamSearchParams, RepetitionDetectionParams, RepetitionDetector, SamplingParams
 from quire.core.sequence import Request, Sequence
+from quire.core.structured_outputs import StructuredOutputsParams
 from quire.core.token_ids import PackedTokens
 from quire.scheduling.async_scheduling import must_see_tokens
 from quire.scheduling.scheduler import Scheduler
 
 END = 0
 _FIRST = 1                       # the number before the first token
+_ANY_GRAMMAR = StructuredOutputsParams(regex=".*")  # a model's states stay behind what a late mask may take back
 _place = Layout("=qqq").pack
 _PLAIN_CLIENTS = ("", "operator")
 
@@ -65,6 +67,7 @@ class Sealer:
             ttft_deadline_ms=given.ttft_deadline_ms, deadline_ms=given.deadline_ms,
             prompt_logprobs=None if request.reads_cache or request.keeps_state else 0,
             presence_penalty=1.0 if must_see_tokens(request) and not isinstance(task, BeamTask) else 0.0,
+            structured_outputs=None if given.structured_outputs is None else _ANY_GRAMMAR,
         )  # fmt: skip
         if isinstance(task, BeamTask):
             beam = task.params
