@@ -206,6 +206,21 @@ def test_unigram_model_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "told"),
+    [(b"\x12\x03\xc0\x01\x01", "treat_whitespace_as_suffix true"), (b"\x1a\x02\x28\x00", "escape_whitespaces false")],
+    ids=["suffix", "escapes"],
+)
+def test_models_that_place_spaces_otherwise_are_refused(tmp_path: Path, setting: bytes, told: str) -> None:
+    """Messages of a protobuf are merged: the setting behind the model is one more of its trainer, or normalizer."""
+    model = unigram_model([("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("▁", -3.0, 1), ("a", -3.0, 1)])
+    (tmp_path / SENTENCEPIECE_FILE).write_bytes(model)
+    load_tokenizer(tmp_path)
+    (tmp_path / SENTENCEPIECE_FILE).write_bytes(model + setting)
+    with pytest.raises(ModelError, match=f"tokenizer.model: SentencePiece's {told} is not supported"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
     "content", [b"", b"\xff" * 40, b"\x0a\x05abc", b"\x0a\x02\x08\x01", bytes(range(256)), b"\x0b"], ids=str
 )
 def test_files_that_are_no_model_are_refused(tmp_path: Path, content: bytes) -> None:

@@ -40,6 +40,7 @@ class SentencePieceModel:
     charsmap: bytes = b""
     adds_space: bool = True
     joins_spaces: bool = True
+    unsupported: str | None = None  # a setting that places spaces otherwise
 
     @classmethod
     def parse(cls, message: bytes) -> "SentencePieceModel":
@@ -56,17 +57,22 @@ class SentencePieceModel:
                 model.algorithm = int(trainer.get(3, UNIGRAM))
                 model.has_byte_fallback = bool(trainer.get(35, 0))
                 model.unknown_id = int(trainer.get(40, 0))
+                if trainer.get(24, 0):
+                    model.unsupported = "treat_whitespace_as_suffix true"
             elif number == 3 and isinstance(value, bytes):
                 normalizer = dict(_fields(value))
                 model.charsmap = _bytes(normalizer.get(2, b""))
                 model.adds_space, model.joins_spaces = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
+                if not normalizer.get(5, 1):
+                    model.unsupported = "escape_whitespaces false"
         return model
 
 
 def read_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of tokenizer.model; `config` is tokenizer_config.json's object.
 
-    Raises ModelError for a file that is no such model, or one of whole words or single characters.
+    Raises ModelError for a file that is no such model, one of whole words or single characters, and one with spaces
+    behind words or without low lines for them.
     """
     path = folder / SENTENCEPIECE_FILE
     try:
@@ -92,6 +98,8 @@ def make_sentencepiece(
         raise ModelError(f"{place}: has {len(model.texts)} pieces, the limit is {MAX_PIECES}")
     if model.algorithm not in (UNIGRAM, BPE):
         raise ModelError(f"{place}: of SentencePiece's algorithms only BPE and Unigram are supported")
+    if model.unsupported:
+        raise ModelError(f"{place}: SentencePiece's {model.unsupported} is not supported")
     if max(map(len, model.texts)) > MAX_PIECE_CHARS:
         raise ModelError(f"{place}: has a piece of more than {MAX_PIECE_CHARS} characters")
     tokenizer = Tokenizer(_bpe(model, find_merges, ids) if model.algorithm == BPE else _unigram(model))
