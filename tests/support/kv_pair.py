@@ -14,6 +14,7 @@ from quire.core.sequence import KVTransfer, Request
 from quire.engine.kv_consumer import KVConsumer, Place
 from quire.engine.kv_producer import KVProducer
 from support.fake_executor import FakeState
+from support.nodes import free_port
 from support.scheduling import Harness
 from support.server import wait_until
 
@@ -72,8 +73,8 @@ class Producer:
         loads = harness.cache.loads = Loads(harness.cache, FakeBlocks.block_bytes)
         self._blocks = FakeBlocks(harness)
         self.tickets = loads.tickets = Tickets(harness.cache, 30.0, self._now, self._blocks.parts)
-        self.listen()
-        self.port = self.net._listener.getsockname()[1]
+        self.port = free_port(HOST)     # tests listen there again: no other socket gets it meanwhile
+        self.listen(port=self.port)
         return self
 
     def _now(self) -> float:

@@ -20,7 +20,7 @@ from quire.server.options import ServerOptions
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 BODY = {"prompt": "def f(", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-STALL_LIMIT_S = 3.0
+STALL_LIMIT_S = 8.0      # of a machine that stops the living engine for a while
 
 
 def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -44,7 +44,7 @@ def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest
 
 
 def test_batch_of_a_stopped_engine_ends_with_the_reason(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineDeadError, match="made no progress for 3 s"):
+    with pytest.raises(EngineDeadError, match="made no progress for 8 s"):
         run_with_a_stopped_engine(demo_model, 1, monkeypatch)
 
 
