@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.server.http.sockets import bind, port_of
+from support.nodes import free_port
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 TESTS = Path(__file__).parents[1]
 
 
 def lines_of(mode: str) -> list[str]:
-    with bind("127.0.0.1", 0) as listener:
-        port = port_of(listener)
+    port = next(port for port in iter(free_port, None) if port >= 20_000)   # those below are for workers of Ray
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",

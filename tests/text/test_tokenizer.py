@@ -79,11 +79,11 @@ def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(tmp_path: Pat
 
     other, interval_s = threading.Thread(target=run), sys.getswitchinterval()
     other.start()
-    sys.setswitchinterval(60)  # the other thread runs when this one lets it, and not else
+    sys.setswitchinterval(3600)  # the other thread runs when this one lets it, and not else
     try:
         may_run.set()
-        getattr(tokenizer, direction)(given)
-        assert has_run.is_set()
+        while not has_run.is_set():  # once, unless the machine has stopped the other thread for so long
+            getattr(tokenizer, direction)(given)
     finally:
         sys.setswitchinterval(interval_s)
         other.join()
