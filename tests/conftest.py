@@ -45,6 +45,8 @@ FIRST = (
     "tests/server/test_fleet_soak.py", "tests/server/test_ranked_engines.py", "tests/server/test_stall_watch.py",
     "tests/test_docs.py", "tests/test_hostile_folders.py", "tests/test_no_extension.py", "tests/cache/", "tests/e2e/",
 )  # fmt: skip
+# Folders of which `make test` runs covering tables of the products of their tests' arguments.
+PAIRED = ("tests/formats/", "tests/kernels/", "tests/model/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,7 +106,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files. With --best-isa, deselect the tests of every instruction set but the best."""
+    """Begin with the longest files. With --best-isa, deselect the tests of every instruction set but the best.
+
+    Of products of back ends, dtypes, shapes and more, only rows of a covering table have no marker `matrix`.
+    """
+    paired = [item for item in items if isinstance(item, pytest.Function) and item.nodeid.startswith(PAIRED)]
+    pairwise.leave_others_to_matrix(paired, united=("isa", "dtype"))  # a kernel is compiled for each of these
     items.sort(key=lambda item: next((n for n, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)))
     if not config.getoption("--best-isa"):
         return

@@ -5,7 +5,7 @@ from itertools import combinations, product
 import pytest
 
 from support import pairwise as module
-from support.pairwise import covering, pairwise
+from support.pairwise import covering, pairwise, rows_with_all_pairs
 
 
 @pytest.mark.parametrize("axes", [["ab", "cd"], ["ab", "cde", "f", "ghi"], ["abcdef", "ghij", "klmn", "o", "pq", "rs"]])
@@ -36,3 +36,13 @@ def test_product_is_covered_and_the_rest_is_for_the_matrix(monkeypatch: pytest.M
     assert cases[0].id == "a-(1, 'x')-None"
     monkeypatch.setattr(module, "is_without_others", True)
     assert covering(axes).args[1] == [case for case in cases if not case.marks]
+
+
+def test_rows_of_a_product_that_are_left_hold_all_of_its_pairs() -> None:
+    axes = {"one": "abcde", "two": (1, 2, 3), "three": (None, 0), "four": "xyz"}
+    rows = [dict(zip(axes, values, strict=True)) for values in product(*axes.values()) if values[:2] != ("e", 3)]
+    kept = rows_with_all_pairs(rows)
+    assert len(kept) < len(rows) / 3
+    for one, two in combinations(axes, 2):
+        assert {(rows[n][one], rows[n][two]) for n in kept} == {(row[one], row[two]) for row in rows}
+    assert rows_with_all_pairs([{"one": value} for value in "abc"]) == {0, 1, 2}

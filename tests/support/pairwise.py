@@ -1,7 +1,8 @@
 """Covering tables: few rows in which any two values of two axes stand together at least once."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -58,6 +59,49 @@ def covering(
     ]
     arguments = [each for names in axes for each in ([names] if isinstance(names, str) else names)]
     return pytest.mark.parametrize(arguments, cases, indirect=list(indirect))
+
+
+def leave_others_to_matrix(items: Iterable[pytest.Function], united: Sequence[str]) -> None:
+    """Mark all cases of each test with `matrix` but rows of a covering table of its arguments.
+
+    Does for products of fixtures and parametrizations what `covering` does for those that it makes. The arguments of
+    `united` are one axis: any two of their values stand together with each value of each other argument.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        kept = rows_with_all_pairs([_axes(case.callspec.params, united) for case in cases])
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker("matrix")
+
+
+def rows_with_all_pairs(rows: Sequence[Mapping[str, object]]) -> set[int]:
+    """Return the numbers of few rows that together hold each pair of values of two axes that any row holds.
+
+    Each row adds the most of the pairs still missing: of several a random one, the same each time, so that the values
+    of further axes are mixed. All rows have the same axes.
+    """
+    if len(rows[0]) < 2:
+        return set(range(len(rows)))
+    bits: dict[object, int] = {}  # keyed by pair
+    pairs = [sum(1 << bits.setdefault(pair, len(bits)) for pair in combinations(row.items(), 2)) for row in rows]
+    missing, kept = (1 << len(bits)) - 1, set[int]()
+    numbers = random.Random(0).sample(range(len(rows)), len(rows))
+    while missing:
+        best = max(numbers, key=lambda number: (pairs[number] & missing).bit_count())
+        kept.add(best)
+        missing &= ~pairs[best]
+    return kept
+
+
+def _axes(params: Mapping[str, object], united: Sequence[str]) -> dict[str, object]:
+    """Return the value of each axis by identity: the cases of a test share the objects, which need no equality."""
+    axes: dict[str, object] = {name: id(value) for name, value in params.items()}
+    together = [name for name in united if name in axes]
+    return axes | {" ".join(united): tuple(axes.pop(name) for name in together)} if together else axes
 
 
 def _fill(places: list[list[Place]], missing: set[Pair], ordered: list[Pair], rng: random.Random) -> list[Place]:
