@@ -77,7 +77,7 @@ def cbor(parent: bytes, token_ids: list[int], extra: ExtraKeys | None) -> bytes:
 
 
 def cbor_text(text: str) -> bytes:
-    """Return a text in CBOR."""
+    """Return a text as CBOR (RFC 8949): major type 3, UTF-8."""
     encoded = text.encode()
     return _head(3, len(encoded)) + encoded
 

@@ -362,7 +362,7 @@ class KVCacheManager:
         return self.states.keep(lease_id, self._tables[seq_id].columns[num_blocks - 1 : num_blocks])
 
     def leased_blocks(self, lease_id: int, start: int, stop: int) -> list[int]:
-        """Return blocks [start, stop) of a lease."""
+        """Return the block ids of a lease in columns [start, stop) of its table."""
         return self.leases[lease_id].columns[start:stop].tolist()
 
     def fill_lease(self, lease_id: int, num_blocks: int) -> None:

@@ -142,7 +142,7 @@ class States:
 
     @property
     def num_slots(self) -> int:
-        """All slots."""
+        """Slots of the pool, free and in use."""
         return self.slots.num_blocks
 
     # --- sequences ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_as_bytes)
 
 
 def frame(message: object) -> bytes:
-    """Return a message as a frame."""
+    """Return a message in msgpack, behind its length: LENGTH_BYTES bytes, big-endian."""
     body = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, body, LENGTH_BYTES)
     body[:LENGTH_BYTES] = (len(body) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "big")

@@ -128,7 +128,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """The output of a request for an embedding."""
+    """Output of `LLM.embed` for one prompt."""
 
     request_id: str
     outputs: EmbeddingOutput

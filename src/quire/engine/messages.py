@@ -375,5 +375,5 @@ def failed(error: Exception) -> Failed:
 
 
 def error_from(message: Failed) -> EngineError:
-    """Return the error of a message."""
+    """Return the error to raise for a message: an EngineDeadError unless its kind is a user's error."""
     return error_of(message.kind, message.message, EngineDeadError)

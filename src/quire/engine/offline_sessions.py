@@ -33,7 +33,7 @@ class OfflineSession:
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens."""
+        """Token ids of the session, in a new list."""
         return self._prompt.token_ids.tolist()
 
     @property
@@ -109,7 +109,7 @@ class OfflineSessions:
         return engine.pinned.add(request)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
-        """Unpin a prefix."""
+        """Unpin a prefix and remove its id."""
         self._engine.unpin(self._engine.pinned.remove(prefix.id))
 
     def save(self, prompt: TokenizedPrompt, prefix: PinnedPrefix, name: str) -> None:

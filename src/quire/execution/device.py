@@ -30,7 +30,7 @@ class Device(Protocol):
 
     @property
     def tensor_device(self) -> Any:  # noqa: ANN401 ("cpu", or a torch.device)
-        """The device of the tensors."""
+        """Device on which tensors are made: "cpu", or a torch.device."""
 
     @property
     def kv_share(self) -> float:

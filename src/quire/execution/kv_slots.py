@@ -109,7 +109,7 @@ class SlotTable:
 
 
 def record_bytes(block_size: int) -> int:
-    """Return the bytes of a record."""
+    """Return the bytes of a block's record: seal, fields and tokens, a multiple of 8."""
     num_bytes = _SEAL.size + _FIELDS.size + block_size * TOKEN_BYTES
     return num_bytes + -num_bytes % 8
 

@@ -69,7 +69,7 @@ def forbid_while_any_is_left(logits: NDArray[np.float32], rows: NDArray[np.int64
 def add_bias(
     logits: NDArray[np.float32], rows: NDArray[np.int64], tokens: NDArray[np.int64], values: NDArray[np.float32]
 ) -> None:
-    """Add values to logits."""
+    """Add values[i] to logits[rows[i], tokens[i]] in place; no place may be named twice."""
     logits[rows, tokens] += values
 
 

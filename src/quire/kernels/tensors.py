@@ -141,7 +141,7 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 
 
 def clipped(x: Tensor, limit: float) -> Tensor:
-    """Return x, in [-limit, limit]."""
+    """Return x with elements bounded by [-limit, limit], in its dtype; NaN stays."""
     return converted(floats(x).clip(-limit, limit), x.dtype) if isinstance(x, np.ndarray) else x.clamp(-limit, limit)
 
 

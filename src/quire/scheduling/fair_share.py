@@ -150,7 +150,7 @@ class ClientLine(WaitingLine):
         return chain.from_iterable(self._queues.values())
 
     def add(self, request: Request) -> None:
-        """Add a request."""
+        """Insert a request into its client's queue, by its queue key."""
         client = request.client_id
         self._num_requests += 1
         insort(self._queues.setdefault(client, []), request, key=queue_key_of)
@@ -158,7 +158,7 @@ class ClientLine(WaitingLine):
             self._clients.add(client)
 
     def remove(self, request: Request) -> None:
-        """Remove a request."""
+        """Remove a queued request, and its client with the last one."""
         client = request.client_id
         queue = self._queues[client]
         self._num_requests -= 1

@@ -47,11 +47,11 @@ class WaitingLine(ABC):
 
     @abstractmethod
     def add(self, request: Request) -> None:
-        """Add a request."""
+        """Insert a request at its place in the order of the line."""
 
     @abstractmethod
     def remove(self, request: Request) -> None:
-        """Remove a request."""
+        """Remove a queued request, at any place."""
 
     @abstractmethod
     def first(self) -> Request | None:
@@ -84,11 +84,11 @@ class KeyedLine(WaitingLine):
         return iter(self._requests)
 
     def add(self, request: Request) -> None:
-        """Add a request."""
+        """Insert a request by its queue key."""
         insort(self._requests, request, key=queue_key_of)
 
     def remove(self, request: Request) -> None:
-        """Remove a request."""
+        """Remove a queued request, found by bisection of the keys."""
         del self._requests[bisect_left(self._requests, request.queue_key, key=queue_key_of)]
 
     def first(self) -> Request | None:

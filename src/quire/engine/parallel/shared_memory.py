@@ -27,7 +27,7 @@ def logits_at(layout: MemoryLayout) -> int:
 
 
 def num_bytes(layout: MemoryLayout) -> int:
-    """Return the bytes of all."""
+    """Return the bytes of the whole memory: up to the logits, and float32 logits."""
     return logits_at(layout) + 4 * layout.max_rows * layout.vocab_size
 
 

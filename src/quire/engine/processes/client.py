@@ -149,7 +149,7 @@ async def _receive(reader: asyncio.StreamReader) -> Report:
 
 
 def _exit_text(status: int) -> str:
-    """Return an exit status as text."""
+    """Return an exit status for an error's text; a negative one is that of a signal."""
     return f"exit status {status}" if status >= 0 else f"killed by signal {-status}, {signal.strsignal(-status)}"
 
 

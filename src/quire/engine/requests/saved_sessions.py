@@ -61,7 +61,7 @@ class SavedSession:
 
     @property
     def token_ids(self) -> PackedTokens:
-        """The tokens."""
+        """Token ids, decoded from base64 at each access."""
         packed = array("i")
         packed.frombytes(base64.b64decode(self.tokens))
         return packed

@@ -128,7 +128,7 @@ def install() -> None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Attention of one layer."""
+    """Parameters of one layer's attention; `window` is in tokens, None: all of them."""
 
     num_heads: int
     num_kv_heads: int

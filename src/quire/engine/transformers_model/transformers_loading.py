@@ -121,7 +121,7 @@ class TransformersModel:
         return of_back_end(self.back_end, self.tensor_logits(tensor_of(hidden)))
 
     def tensor_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of tensors."""
+        """Return what `logits` does, for and in tensors of PyTorch."""
         self._given.hidden = hidden[None]
         with torch.inference_mode():
             logits: Tensor = self._causal(input_ids=torch.zeros(1, len(hidden), dtype=torch.int64), use_cache=False)[0]

@@ -134,7 +134,7 @@ def forbid_while_any_is_left(logits: Tensor, rows: NDArray[np.int64], tokens: ND
 def add_bias(
     logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64], values: NDArray[np.float32]
 ) -> None:
-    """Add values to logits."""
+    """Add values[i] to logits[rows[i], tokens[i]] in place; no place may be named twice."""
     places = _entries(logits, rows, tokens)
     logits[places] = logits[places] + upload(values, logits.device)
 

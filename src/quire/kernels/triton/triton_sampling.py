@@ -94,14 +94,14 @@ def _orders(logits, ids):
 
 @triton.jit
 def _logits(orders):
-    """Return the logits of orders."""
+    """Return the float32 logits of orders: their upper bits, turned back from integers that sort alike."""
     keys = (orders >> ID_BITS).to(tl.int32)
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _ids(orders):
-    """Return the ids of orders."""
+    """Return the token ids of orders: their lower bits, inverted, so that a lower id sorts higher."""
     return ((orders & LAST_ID) ^ LAST_ID).to(tl.int32)
 
 

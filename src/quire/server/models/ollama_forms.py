@@ -187,5 +187,5 @@ def now(later_s: float = 0.0) -> str:
 
 
 def error_body(error: ApiError) -> Json:
-    """Return the body of an error."""
+    """Return the body of an error in Ollama's form: its text, without type and code."""
     return {"error": error.message}

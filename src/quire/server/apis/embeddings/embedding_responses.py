@@ -23,7 +23,7 @@ _FLOATS_PER_UNIT = 16  # numbers that are written in the time of a unit
 
 
 def vector_of(output: RequestOutput) -> "array[float]":
-    """Return the vector of an output."""
+    """Return the pooled vector of an output; asserts that the request asked for one."""
     assert output.pooled is not None, "a request for a vector gave none"
     return output.pooled
 

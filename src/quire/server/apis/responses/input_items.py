@@ -110,7 +110,7 @@ class _Conversation:
         calls.append({"id": call_id, "type": "function", "function": function})
 
     def add_result(self, call_id: str, text: Content) -> None:
-        """Add the result of a call."""
+        """Append a message of the role `tool`, as chat templates take the result of a call."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _turn(self, *unless: str) -> Message:

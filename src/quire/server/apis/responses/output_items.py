@@ -28,7 +28,7 @@ class Item:
 
     @property
     def text(self) -> str:
-        """All of the text."""
+        """Content or arguments so far."""
         return "".join(self.texts)
 
 
