@@ -1,7 +1,7 @@
 """Decoding with latent attention, beside llama.cpp on the same random GGUF file, in turn.
 
     python bench/latent_attention.py --llama-cpp FOLDER [--layers 4] [--contexts 32,8192] [--rounds 7] [--threads 2]
-    python bench/latent_attention.py    # the kernel alone: CPU time of one thread, beside values of their own, in turn
+    python bench/latent_attention.py    # the kernel alone: CPU time of one thread, caches of 16 and 8 bits, in turn
 
 DeepSeek-V2-Lite's sizes with few layers, all of them dense, in Q8_0, with V2's two projections of queries: llama.cpp
 knows V2-Lite's one projection by the number of layers. FOLDER has the libraries of llama.cpp 0.5.0 (`make real`); its
@@ -24,14 +24,15 @@ import typer
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from quire.core.arrays import BFLOAT16, bits
+from quire.core.arrays import BFLOAT16, FLOAT8_E4M3, Array, DType, bits
+from quire.core.config import QUANTIZED
 from quire.engine.formats import read_source
 from quire.extension import _kernels
 from quire.kernels.choice import choose_back_end
 from quire.kernels.conversion import converted
 from quire.kernels.cpp.cpp_attention import paged_attention
-from quire.kernels.cpp.cpp_kv_cache import cache_shapes
-from quire.kernels.paged_attention import AttentionSpec, Heads, build_metadata
+from quire.kernels.cpp.cpp_kv_cache import cache_shapes, write_kv
+from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec, build_metadata
 from quire.kernels.program import LayerInputs
 from quire.model.kv_cache import KVCache
 from quire.model.loader import load_model
@@ -152,13 +153,27 @@ class Theirs:
         return self._clock() - begun
 
 
+def latents_in(element: DType, extra_bytes: int, latents: Array) -> tuple[Array, Array]:
+    """Return a cache of latents [tokens, 1, LATENT + ROPE] in blocks one after the other, stored in `element`."""
+    shape, _ = cache_shapes(len(latents) // BLOCK_SIZE, BLOCK_SIZE, 1, LATENT + ROPE, element, extra_bytes)
+    cache, places = (np.zeros(shape, element), np.empty((shape[0], 0), element)), np.arange(len(latents))
+    spec = RotarySpec(Heads(1, 1, LATENT + ROPE), rotary_start=LATENT)
+    write_kv(spec, latents, latents, None, places, *cache, places)
+    return cache
+
+
 def time_kernel(rounds: int) -> None:
     """Print the milliseconds of a decode and of a chunk behind 8,192 tokens, over latents and over keys and values."""
     context, rng = 8192, np.random.default_rng(0)
     _kernels.set_num_threads(1)
-    shapes = cache_shapes(context // BLOCK_SIZE, BLOCK_SIZE, 1, LATENT + ROPE, BFLOAT16)
-    keys, values = (converted(rng.standard_normal(shape, np.float32), BFLOAT16) for shape in shapes)
-    caches = {"latents": (keys, np.empty((len(keys), 0), BFLOAT16)), "keys and values": (keys, values)}
+    latents = converted(rng.standard_normal((context, 1, LATENT + ROPE), np.float32), BFLOAT16)
+    keys, empty = latents_in(BFLOAT16, 0, latents)
+    _, shape = cache_shapes(context // BLOCK_SIZE, BLOCK_SIZE, 1, LATENT + ROPE, BFLOAT16)
+    values = converted(rng.standard_normal(shape, np.float32), BFLOAT16)
+    caches = {"latents": (keys, empty), "keys and values": (keys, values)}
+    for name, stored in QUANTIZED.items():
+        element = FLOAT8_E4M3 if "float8" in stored.element else np.dtype(np.int8)
+        caches[name] = latents_in(element, stored.extra_bytes(LATENT + ROPE, LATENT), latents)
     table = rng.permutation(len(keys)).astype(np.int32)[None]
     for isa, num_heads, num_rows in product(_kernels.usable_isas(), (16, 128), (1, 32)):
         _kernels.use_isa(isa)
@@ -170,7 +185,7 @@ def time_kernel(rounds: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in caches}
         for _ in range(rounds):
             for name, cache in caches.items():
-                spec = AttentionSpec(heads, 0.05, value_dim=LATENT if name == "latents" else 0)
+                spec = AttentionSpec(heads, 0.05, value_dim=0 if name == "keys and values" else LATENT)
                 begun = time.process_time()
                 paged_attention(spec, query, *cache, metadata)
                 times[name].append(1e3 * (time.process_time() - begun))

@@ -12,6 +12,7 @@
 
 #include "aligned.hpp"
 #include "attention_integers.hpp"
+#include "attention_latents.hpp"
 #include "attention_scores.hpp"
 #include "attention_tiles.hpp"
 #include "attention_vectors.hpp"
@@ -294,16 +295,21 @@ void attend(const Attention<T>& op) {
         });
 }
 
+template <typename S, typename T>
+void attend_bytes(const Attention<T>& op) {
+    if (op.value_dim) return attend<Latent<S>>(op);
+    attend<S>(op);
+}
+
 }  // namespace
 
 template <typename T>
 void attention(const Attention<T>& op) {
-    if (op.value_dim && op.cache.format != KVFormat::same) throw std::invalid_argument("latents in 8 bits are not served");
     switch (op.cache.format) {
         case KVFormat::same: return attend<T>(op);
-        case KVFormat::int8_scaled: return attend<std::int8_t>(op);
+        case KVFormat::int8_scaled: return attend_bytes<std::int8_t>(op);
         case KVFormat::e4m3_scaled:
-        case KVFormat::e4m3: return attend<E4M3>(op);
+        case KVFormat::e4m3: return attend_bytes<E4M3>(op);
     }
     throw std::invalid_argument("a format of the KV cache that is not served");
 }

@@ -45,21 +45,6 @@ struct TokenRange {
     long kv_head, begin, end;
 };
 
-template <typename E>
-struct PartitionView {
-    static constexpr long KEY_GROUPS = PARTITION / GROUP;
-#ifdef __AMX_BF16__
-    static constexpr long VALUE_ROWS = GROUP;  // a matrix tile has 16 rows of pairs
-#else
-    static constexpr long VALUE_ROWS = GROUP / PAIR<E>;
-#endif
-    static constexpr long VALUE_TOKENS = VALUE_ROWS * PAIR<E>;
-    static constexpr long VALUE_GROUPS = PARTITION / VALUE_TOKENS;
-
-    Rows<E> keys[KEY_GROUPS];      // head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
-    Rows<E> values[VALUE_GROUPS];  // VALUE_ROWS rows, head_dim columns of PAIR elements, padded to 16; only where any is live
-};
-
 // What products of a model in T read of a cache that stores S: elements of this type.
 template <typename T, typename S>
 struct ReadAs {
@@ -146,6 +131,102 @@ inline void keys_as_values(const Rows<float>& keys, long dims, float* out, long 
         }
 }
 
+template <typename E>
+struct PartitionView {
+    static constexpr long KEY_GROUPS = PARTITION / GROUP;
+#ifdef __AMX_BF16__
+    static constexpr long VALUE_ROWS = GROUP;  // a matrix tile has 16 rows of pairs
+#else
+    static constexpr long VALUE_ROWS = GROUP / PAIR<E>;
+#endif
+    static constexpr long VALUE_TOKENS = VALUE_ROWS * PAIR<E>;
+    static constexpr long VALUE_GROUPS = PARTITION / VALUE_TOKENS;
+
+    Rows<E> keys[KEY_GROUPS];      // head_dim / PAIR rows, 16 columns of PAIR elements; live or not, safe to read
+    Rows<E> values[VALUE_GROUPS];  // VALUE_ROWS rows, head_dim columns of PAIR elements, padded to 16; only where any is live
+
+    static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
+
+protected:
+    // View the keys of a partition's live tokens; group_at(token) is the view of a group.
+    template <typename GroupAt>
+    void view_keys(const TokenRange& live, GroupAt group_at) {
+        const long start = live.begin / PARTITION * PARTITION;
+        const long first = (live.begin - start) / GROUP, end = (live.end - 1 - start) / GROUP + 1;
+        for (long i = first; i < end; i++) keys[i] = group_at(start + i * GROUP);
+        std::fill(keys, keys + first, keys[first]);
+        std::fill(keys + end, keys + KEY_GROUPS, keys[first]);
+    }
+
+    // And their values; `meanwhile` is called for each group.
+    template <typename GroupAt, typename Meanwhile>
+    void view_values(const TokenRange& live, GroupAt group_at, Meanwhile& meanwhile) {
+        const long start = live.begin / PARTITION * PARTITION;
+        for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++) {
+            values[i] = group_at(start + i * VALUE_TOKENS);
+            meanwhile();
+        }
+    }
+
+    // Values of some tokens, transposed into the scratch from keys that are in view.
+    Rows<E> transposed_keys(const TokenRange& live, long token, long value_dim, E*& scratch) const {
+        const long padded = rounded_up(value_dim, GROUP) * PAIR<E>;
+        E* out = scratch;
+        scratch += VALUE_ROWS * padded;
+        for (long i = 0; i < VALUE_TOKENS; i += GROUP)
+            keys_as_values(keys[(token + i) % PARTITION / GROUP], value_dim, out + i / PAIR<E> * padded, padded);
+        if (token < live.begin || token + VALUE_TOKENS > live.end) clear_values(out, padded, live.begin - token, live.end - token);
+        return {out, padded};
+    }
+
+    // Zero what lies outside of tokens [begin, end): whole rows, and of a pair that is seen by halves the other half.
+    static void clear_values(E* out, long padded, long begin, long end) {
+        for (long row = 0; row < VALUE_ROWS; row++) {
+            const long first = row * PAIR<E>, last = first + PAIR<E>;
+            if (last <= begin || first >= end) {
+                std::memset(out + row * padded, 0, padded * sizeof(E));
+                continue;
+            }
+            for (long token = first; token < last; token++)
+                for (long i = token - first; i < padded && (token < begin || token >= end); i += PAIR<E>) out[row * padded + i] = E{};
+        }
+    }
+};
+
+// Requests of the blocks that hold a range, a share at each call, so that memory is never idle and never in the way.
+template <typename Layout>
+class Prefetch {
+public:
+    Prefetch(const Layout& layout, const void* cache, const TokenRange& live, long calls)
+        : layout_(layout), cache_(cache), live_(live), lines_((layout.head_bytes() + LINE - 1) / LINE) {
+        if (live.begin >= live.end || calls <= 0) return;
+        block_ = live.begin / layout_.block_size;
+        left_ = ((live.end - 1) / layout_.block_size + 1 - block_) * lines_;
+        share_ = (left_ + calls - 1) / calls;
+    }
+
+    // Inlined, for the callers have their sums in registers.
+    [[gnu::always_inline]] void operator()() {
+        const long share = std::min(share_, left_);
+        left_ -= share;
+        for (long i = 0; i < share; i++, at_ += LINE) {
+            if (of_block_ == 0) {
+                at_ = reinterpret_cast<const char*>(layout_.head(cache_, live_.table[block_++], live_.kv_head));
+                of_block_ = lines_;
+            }
+            of_block_--;
+            __builtin_prefetch(at_, 0, LOCALITY);
+        }
+    }
+
+private:
+    const Layout layout_;
+    const void* cache_;
+    const TokenRange& live_;
+    long lines_, block_ = 0, of_block_ = 0, left_ = 0, share_ = 0;  // of_block_: lines of a block still to ask for
+    const char* at_ = nullptr;
+};
+
 template <typename T, typename S>
 class CacheView : public PartitionView<ReadElement<T, S>> {
 public:
@@ -161,69 +242,28 @@ public:
         : layout_{op.num_kv_heads, op.head_dim, op.block_size, op.cache.has_scales()}, cache_(op.cache),
           key_rows_(rounded_up(op.head_dim / PAIR<E>, key_rows)), value_dim_(op.value_dim), scratch_(scratch) {}
 
-    static long scratch_elements(long head_dim) { return 2 * PARTITION * rounded_up(head_dim, 2 * GROUP); }
-
     // Look at the keys of a partition's live tokens.
     void look_at_keys(const TokenRange& live) {
-        const long start = live.begin / PARTITION * PARTITION;
-        const long first = (live.begin - start) / GROUP, end = (live.end - 1 - start) / GROUP + 1;
         E* scratch = scratch_;
-        for (long i = first; i < end; i++) keys[i] = key_rows_of(live, start + i * GROUP, scratch);
-        std::fill(keys, keys + first, keys[first]);
-        std::fill(keys + end, keys + KEY_GROUPS, keys[first]);
+        this->view_keys(live, [&](long token) { return key_rows_of(live, token, scratch); });
         if constexpr (IS_QUANTIZED) read_scales(cache_.keys, live, cache_.key_scale, key_scales);
     }
 
-    // And at their values; `meanwhile` is called for each group.
+    // And at their values.
     template <typename Meanwhile>
     void look_at_values(const TokenRange& live, Meanwhile& meanwhile) {
-        const long start = live.begin / PARTITION * PARTITION;
-        E* scratch = scratch_ + scratch_elements(layout_.head_dim) / 2;
-        for (long i = (live.begin - start) / VALUE_TOKENS; i <= (live.end - 1 - start) / VALUE_TOKENS; i++) {
+        E* scratch = scratch_ + this->scratch_elements(layout_.head_dim) / 2;
+        const auto group_at = [&](long token) {
             if constexpr (!IS_QUANTIZED)
-                values[i] = value_dim_ ? transposed_keys(live, start + i * VALUE_TOKENS, scratch) : value_rows(live, start + i * VALUE_TOKENS, scratch);
-            else
-                values[i] = value_rows(live, start + i * VALUE_TOKENS, scratch);
-            meanwhile();
-        }
+                if (value_dim_) return this->transposed_keys(live, token, value_dim_, scratch);
+            return value_rows(live, token, scratch);
+        };
+        this->view_values(live, group_at, meanwhile);
         if constexpr (IS_QUANTIZED) read_scales(cache_.values, live, cache_.value_scale, value_scales);
     }
 
-    // Ask for the blocks that hold a range, a share at each call, so that memory is never idle and never in the way.
-    class Prefetch {
-    public:
-        Prefetch(const CacheView& view, const void* cache, const TokenRange& live, long calls)
-            : layout_(view.layout_), cache_(cache), live_(live), lines_((layout_.head_bytes() + LINE - 1) / LINE) {
-            if (live.begin >= live.end || calls <= 0) return;
-            block_ = live.begin / layout_.block_size;
-            left_ = ((live.end - 1) / layout_.block_size + 1 - block_) * lines_;
-            share_ = (left_ + calls - 1) / calls;
-        }
-
-        // Inlined, for the callers have their sums in registers.
-        [[gnu::always_inline]] void operator()() {
-            const long share = std::min(share_, left_);
-            left_ -= share;
-            for (long i = 0; i < share; i++, at_ += LINE) {
-                if (of_block_ == 0) {
-                    at_ = reinterpret_cast<const char*>(layout_.head(cache_, live_.table[block_++], live_.kv_head));
-                    of_block_ = lines_;
-                }
-                of_block_--;
-                __builtin_prefetch(at_, 0, LOCALITY);
-            }
-        }
-
-    private:
-        const CacheLayout<S> layout_;
-        const void* cache_;
-        const TokenRange& live_;
-        long lines_, block_ = 0, of_block_ = 0, left_ = 0, share_ = 0;  // of_block_: lines of a block still to ask for
-        const char* at_ = nullptr;
-    };
-
-    Prefetch prefetch_keys(const TokenRange& live, long calls) const { return {*this, cache_.keys, live, calls}; }
-    Prefetch prefetch_values(const TokenRange& live, long calls) const { return {*this, cache_.values, live, calls}; }
+    Prefetch<CacheLayout<S>> prefetch_keys(const TokenRange& live, long calls) const { return {layout_, cache_.keys, live, calls}; }
+    Prefetch<CacheLayout<S>> prefetch_values(const TokenRange& live, long calls) const { return {layout_, cache_.values, live, calls}; }
 
 private:
     static constexpr bool IS_WIDENED = !std::is_same_v<E, S>;
@@ -309,18 +349,7 @@ private:
             if (at < live.end && at + rows * PAIR<E> > live.begin) copy_values(value_place(live, at), rows, width, padded, out + row * padded);
             row += rows;
         }
-        if (!is_live && !IS_QUADS) clear_values(out, padded, live.begin - token, live.end - token);
-        return {out, padded};
-    }
-
-    // Values of some tokens, transposed from keys that are in view.
-    Rows<E> transposed_keys(const TokenRange& live, long token, E*& scratch) const {
-        const long padded = rounded_up(value_dim_, GROUP) * PAIR<E>;
-        E* out = scratch;
-        scratch += VALUE_ROWS * padded;
-        for (long i = 0; i < VALUE_TOKENS; i += GROUP)
-            keys_as_values(keys[(token + i) % PARTITION / GROUP], value_dim_, out + i / PAIR<E> * padded, padded);
-        if (token < live.begin || token + VALUE_TOKENS > live.end) clear_values(out, padded, live.begin - token, live.end - token);
+        if (!is_live && !IS_QUADS) this->clear_values(out, padded, live.begin - token, live.end - token);
         return {out, padded};
     }
 
@@ -334,19 +363,6 @@ private:
             std::memcpy(out, from, rows * width * sizeof(E));
         } else {
             for (long row = 0; row < rows; row++) std::memcpy(out + row * padded, from + row * width, width * sizeof(E));
-        }
-    }
-
-    // Zero what lies outside of tokens [begin, end): whole rows, and of a pair that is seen by halves the other half.
-    static void clear_values(E* out, long padded, long begin, long end) {
-        for (long row = 0; row < VALUE_ROWS; row++) {
-            const long first = row * PAIR<E>, last = first + PAIR<E>;
-            if (last <= begin || first >= end) {
-                std::memset(out + row * padded, 0, padded * sizeof(E));
-                continue;
-            }
-            for (long token = first; token < last; token++)
-                for (long i = token - first; i < padded && (token < begin || token >= end); i += PAIR<E>) out[row * padded + i] = E{};
         }
     }
 };

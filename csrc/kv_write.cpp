@@ -4,11 +4,12 @@
 // the projection's own output), keys on their way into the cache. Turned in float, product by product as `apply_rotary`
 // does it, and rounded once: the same bits. A key's dimensions are scattered over the rows of its block, and so are a value's
 // where tokens are stored in pairs: in the cache a token is a column, which is what makes it cheap to read, often, later. A
-// cache of 8 bits gets elements and scales of the rounded numbers.
+// cache of 8 bits gets elements and scales of the rounded numbers; one without values has latents as its keys.
 #include <algorithm>
 #include <stdexcept>
 
 #include "kv_quantization.hpp"
+#include "latent_layout.hpp"
 #include "thread_pool.hpp"
 #include "vec.hpp"
 
@@ -73,6 +74,28 @@ void write_quantized(const T* x, const CacheLayout<S>& layout, float scale, long
     for (long dim = 0; dim < layout.head_dim; dim++) head[first + dim * stride] = elements[dim];
 }
 
+// One token's latent, each group of dimensions quantized by itself, and what is rotated beside it.
+template <typename S, typename T>
+void write_latent(const T* x, const LatentLayout& layout, float constant, long offset, char* head) {
+    const long dims = layout.byte_dims();
+    S elements[MAX_HEAD_DIM];
+    bf16 rotated[MAX_HEAD_DIM];
+    for (long group = 0; group < layout.num_groups(); group++) {
+        const long first = group * layout.GROUP_DIMS, count = std::min(layout.GROUP_DIMS, dims - first);
+        const float scale = quantize(x + first, count, elements + first);
+        std::memcpy(head + layout.scale(offset, group), &scale, sizeof scale);
+    }
+    if (!layout.has_scales) store_elements(x, dims, splat(1.0f / constant), elements);
+    for (long dim = 0; dim < dims; dim++) head[layout.element(offset, dim)] = static_cast<char>(elements[dim]);
+    for (long i = dims; i < layout.head_dim; i += LANES) {
+        const long count = std::min<long>(LANES, layout.head_dim - i);
+        const Halves halves = lower_halves(rounded_bits(load_some(x + i, count)));
+        std::memcpy(rotated + i - dims, &halves, count * sizeof(bf16));
+    }
+    for (long dim = 0; dim < layout.head_dim - dims; dim += 2)
+        std::memcpy(head + layout.rotated(offset, dim), rotated + dim, 2 * sizeof(bf16));
+}
+
 template <typename S, typename T>
 void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) {
     const CacheLayout<S> layout{op.num_kv_heads, op.head_dim, op.block_size, op.cache.has_scales()};
@@ -83,6 +106,12 @@ void write_token(const KVWrite<T>& op, long token, const float* cos, T* turned) 
             turn(op, key, cos, turned);
             key = turned;
         }
+        if constexpr (sizeof(S) == 1)
+            if (!op.cache.values) {
+                const LatentLayout latents{op.num_kv_heads, op.head_dim, op.rotary_start, op.block_size, op.cache.has_scales()};
+                write_latent<S>(key, latents, op.cache.key_scale, offset, latents.head(op.cache.keys, block, head));
+                continue;
+            }
         S* keys = layout.head(op.cache.keys, block, head);
         const long key_place = layout.key_element(offset, 0), value_place = layout.value_element(offset, 0);
         if constexpr (sizeof(S) == 1)

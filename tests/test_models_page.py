@@ -36,11 +36,9 @@ def test_every_family_has_a_case_plain_and_with_options() -> None:
 @pytest.mark.parametrize("settings", COMBINATIONS.values(), ids=COMBINATIONS)
 def test_families_combine_alike(settings: dict[str, Any]) -> None:
     """The table of combinations has a column for those with latents, delta nets, Mamba-2, and value norms each."""
-    by_latents = settings.items() & {"kv_cache_dtype": "fp8", "device": "cuda"}.items()
     is_on_gpu = "device" in settings
     expected = {
-        name: (bool(by_latents) and has_latents(name)) or (is_on_gpu and (has_states(name) or has_value_norms(name)))
-        for name in FAMILIES
+        name: is_on_gpu and (has_latents(name) or has_states(name) or has_value_norms(name)) for name in FAMILIES
     }
     assert {name: is_refused(name, settings) for name in FAMILIES} == expected
 

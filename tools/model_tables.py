@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 from page_tables import Page, table
-from quire.core.config import kv_dtype
 from quire.core.errors import ConfigError
 from quire.engine.loading import check_encoder, check_ranks
 from quire.engine.options import EngineOptions
@@ -209,8 +208,6 @@ def _check_family(options: EngineOptions, architecture: str) -> None:
     spec = FAMILIES[architecture](config_of(architecture))
     if options.tensor_parallel_size > 1:
         check_ranks(options, "cpp", spec)
-    if options.kv_cache_dtype != "auto":
-        spec.check_kv_dtype(kv_dtype(options.kv_cache_dtype).element)
     if options.device == "cuda":
         require("cuda", ["Experts"] if any(isinstance(layer.feed_forward, Experts) for layer in spec.layers) else [])
         require("cuda", ["latent attention"] if has_latents(architecture) else [])

@@ -108,7 +108,7 @@ _SUPPORTED = (
     ),
     same(
         text("kv_cache_dtype"),
-        "`auto`, `int8_per_token_head`, `fp8_per_token_head`, `fp8` (`fp8_e4m3`); prefix caching stays "
+        "`auto`, `int8_per_token_head`, `fp8_per_token_head` (`fp8_ds_mla`), `fp8` (`fp8_e4m3`); prefix caching stays "
         "on and exact ([quantization.md](quantization.md#kv-cache-in-8-bits))",
         values.kv_dtype_of,
     ),

@@ -293,9 +293,9 @@ def dtype_of(given: object, _shown: str) -> str:
 
 
 def kv_dtype_of(given: object, shown: str) -> str:
-    """Return the name of a KV cache's dtype."""
+    """Return the name of a KV cache's dtype; that of vLLM's latents in 656 bytes stores them alike here."""
     name = dtype_of(given, shown)
-    return "fp8" if name == "fp8_e4m3" else name
+    return {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_per_token_head"}.get(name, name)
 
 
 def attention_backend_of(given: object, shown: str) -> object:

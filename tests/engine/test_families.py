@@ -233,13 +233,6 @@ def test_latents_on_a_disk_are_found_again_with_their_bits(tmp_path: Path) -> No
     assert found[0][1:] == found[1][1:]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8_per_token_head", "fp8"])
-def test_latents_in_8_bits_are_refused_by_name(kv_dtype: str, tmp_path: Path) -> None:
-    folder = write_random_folder(tmp_path / "model", LATENT)
-    with pytest.raises(ConfigError, match="is not supported with latent attention"):
-        LLM(folder, kv_cache_dtype=kv_dtype)
-
-
 def test_sparse_attention_is_served_up_to_the_tokens_that_it_chooses(tmp_path: Path) -> None:
     sparse = LATENT | {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 72, "max_position_embeddings": 4096}
     folder = write_random_folder(tmp_path / "model", sparse, torch.bfloat16)

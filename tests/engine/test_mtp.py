@@ -138,6 +138,11 @@ def test_every_way_of_serving_other_families_has_the_bits_of_a_plain_run(
     check_all_at_once(folder_of(name), isa, "bfloat16", "recompute", "mtp", **settings)
 
 
+def test_every_way_of_serving_latents_in_8_bits_has_the_bits_of_a_plain_run(folder_of: Callable[[str], Path]) -> None:
+    kv_dtype = "int8_per_token_head"
+    check_all_at_once(folder_of("deepseek v3"), ISAS[0], "bfloat16", "swap", "mtp", kv_cache_dtype=kv_dtype)
+
+
 @pytest.mark.parametrize("settings", [
     {"quantization": "int8"},
     {"quantization": "int4", "quantization_group_size": 32},

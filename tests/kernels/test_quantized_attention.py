@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.core.config import KERNEL_BLOCK_SIZES, QUANTIZED
+from quire.core.config import KERNEL_BLOCK_SIZES, LATENT_SCALE_DIMS, QUANTIZED
+from quire.kernels.back_end import BackEnd
 from quire.kernels.kv_cache import KVScales
 from quire.kernels.reference.back_ends import REFERENCE, TORCH
 from quire.kernels.reference.kv_cache import decode, encode
-from support.paged_cache import Paging, Part, Tokens, attend
+from support.paged_cache import Paging, Part, Tokens, attend, random_latents
 
 HEADS = [(4, 2, 32), (14, 2, 64), (8, 1, 80)]
 LENGTH = 300  # several key tiles, the last one not full
@@ -93,3 +94,33 @@ def test_token_that_is_not_finite_spoils_what_sees_it_and_no_other_sequence(kv: 
     assert result[:, 2:].isnan().all()
     assert result[:, :2].isfinite().all()
     assert torch.equal(other, alone)
+
+
+def latents_stood_for(x: Tensor, kv: str) -> Tensor:
+    """Return keys [length, 1, 576] as a cache gives them back, float64: groups of a latent of 512 by themselves."""
+    if kv == "fp8":
+        return x.to(torch.float8_e4m3fn).double()
+    groups = (stood_for(group, kv) for group in x[..., :512].split(LATENT_SCALE_DIMS, dim=-1))
+    return torch.cat([*groups, x[..., 512:].bfloat16()], dim=-1).double()
+
+
+@pytest.mark.parametrize("back_end", [REFERENCE, TORCH], ids=lambda each: each.name)
+@pytest.mark.parametrize("kv", KV)
+def test_latents_are_attended_as_what_is_stored_in_float64(kv: str, back_end: BackEnd) -> None:
+    tokens = random_latents(100, (5, 1, 576), torch.float32)
+    latents = latents_stood_for(tokens.key, kv)[:, 0]
+    (result,) = attend([Part(tokens, 60, 100)], back_end=back_end, kv=kv, value_dim=512)
+    scores = torch.einsum("qhd,ld->hql", tokens.query[60:].double(), latents) * 576**-0.5
+    hidden = torch.arange(100) > torch.arange(60, 100)[:, None]
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    expected = torch.einsum("hql,ld->qhd", weights, latents[:, :512])
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_chunks_of_latents_have_the_bits_of_the_whole(kv: str) -> None:
+    tokens = random_latents(150, (5, 1, 200), torch.bfloat16)
+    whole = attend([Part(tokens, 0, 150)], kv=kv, value_dim=136)[0]
+    for seed, (start, stop) in enumerate([(0, 7), (7, 64), (63, 130), (149, 150)]):
+        (found,) = attend([Part(tokens, start, stop)], Paging(8 << seed, seed), kv=kv, value_dim=136)
+        assert torch.equal(found, whole[start:stop])

@@ -56,7 +56,7 @@ def test_empty_cache_takes_no_memory() -> None:
 
 
 def test_layers_may_differ_and_are_split_by_model(back_end: BackEnd) -> None:
-    others = LayerKV(1, 16, "bfloat16"), LayerTail(3, 12, "float32"), LayerKV(1, 40, "float32", value_dim=0)
+    others = LayerKV(1, 16, "bfloat16"), LayerTail(3, 12, "float32"), LayerKV(1, 40, "float32", latent_dim=32)
     joined = geometry("float32").joined(KVGeometry(others))
     cache = KVCache.allocate(joined, 5, 16, back_end)
     assert [tensor.nbytes for tensor in cache.tensors] == joined.tensor_bytes(5, 16)

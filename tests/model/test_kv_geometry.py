@@ -41,9 +41,26 @@ def test_planned_bytes_of_a_quantized_cache_are_the_geometry_s(name: str) -> Non
 
 def test_layers_without_values_have_a_tensor_of_keys_alone() -> None:
     """The cache of a DeepSeek V2-Lite: a latent of 512 and a rotated key of 64 for each token, 31 kB over 27 layers."""
-    latent = KVGeometry((LayerKV(1, 576, "bfloat16", value_dim=0),) * 27)
+    latent = KVGeometry((LayerKV(1, 576, "bfloat16", latent_dim=512),) * 27)
     assert latent.bytes_per_token(16) == 27 * 1152
     assert latent.joined(KVGeometry.of(SPEC, "bfloat16")).tensor_bytes(1, 1) == [1152] * 27 + [32] * 6
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [
+    ("int8_per_token_head", 656), ("fp8_per_token_head", 656), ("fp8", 576)
+])  # fmt: skip
+def test_latents_in_8_bits_have_four_scales_and_rotated_dimensions_in_16_bits(name: str, num_bytes: int) -> None:
+    spec = spec_from_config(
+        {
+            "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "intermediate_size": 10_944, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2, "vocab_size": 99,
+            "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "max_position_embeddings": 4096,
+        }
+    )  # fmt: skip
+    geometry = KVGeometry.of(spec, *QUANTIZED[name])
+    assert geometry.bytes_per_token(16) == stored_kv_bytes_per_token(spec, name) == 27 * num_bytes
+    assert geometry.quantized_dtype == name
 
 
 def test_short_convolutions_keep_the_last_tokens_of_each_block() -> None:

@@ -14,9 +14,17 @@ from quire.kernels.program import AttentionOp, RotaryWriteOp
 from quire.kernels.reference.back_ends import TORCH
 from quire.model.decoder import Decoder
 from quire.model.loader import load_model
+from support.random_folder import write_random_folder
 from support.random_model import write_random_model
 
 SCALES = {"layers.0.self_attn.k_scale": 0.5, "layers.0.self_attn.v_scale": 0.25, "layers.1.self_attn.v_scale": 3.0}
+
+LATENT: dict[str, object] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 96, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "qk_rope_head_dim": 8, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64, "max_position_embeddings": 256,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -41,6 +49,14 @@ def test_calibrated_scales_are_read_with_fp8_alone(folder: Path, shape: tuple[in
     assert found == [KVScales(0.5, 0.25)] * 2 + [KVScales(1.0, 3.0)] * 2
     for other in ("auto", "fp8_per_token_head", "int8_per_token_head"):
         assert scales_of(load_model(folder, back_end=TORCH, kv_cache_dtype=other)) == [ONES] * 4
+
+
+def test_scale_of_keys_is_that_of_latents(tmp_path: Path) -> None:
+    """A value is a part of its key, and has no scale of its own."""
+    folder = write_random_folder(tmp_path, LATENT)
+    add(folder, {name: torch.tensor(scale) for name, scale in SCALES.items()})
+    found = scales_of(load_model(folder, back_end=TORCH, kv_cache_dtype="fp8"))
+    assert found == [KVScales(0.5, 0.5)] * 2 + [ONES] * 2
 
 
 def test_checkpoint_without_scales_has_ones(folder: Path) -> None:

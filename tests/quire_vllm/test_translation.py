@@ -73,6 +73,7 @@ def test_page_has_the_tables_of_the_rows() -> None:
         ({"num_gpu_blocks_override": 7}, {"num_kv_blocks": 7}),
         ({"kv_cache_memory_bytes": 1 << 20}, {"kv_cache_memory": 1 << 20}),
         ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8"}),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, {"kv_cache_dtype": "fp8_per_token_head"}),
         ({"swap_space": 4}, {"swap_space": "4GiB"}),
         ({"swap_space": 0}, {"swap_space": 0}),
         ({"swap_space": 1 << 20}, {"swap_space": 1 << 20}),

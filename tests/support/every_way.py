@@ -137,10 +137,10 @@ def check_near(model: Path, bound: float, **rounding: str) -> None:
     assert 0 < sum(differences) / len(differences) < bound
 
 
-def check_every_cut(model: Path, isa: str, dtype: str) -> None:
+def check_every_cut(model: Path, isa: str, dtype: str, **rounding: Any) -> None:  # noqa: ANN401 (those of ROUNDINGS)
     """Assert that 70 tokens, cut anywhere into two steps, have the bits of one step."""
     back_end = choose_back_end("cpu", isa=isa)
-    decoder = load_model(model, dtype=dtype, back_end=back_end, max_positions=80)
+    decoder = load_model(model, dtype=dtype, back_end=back_end, max_positions=80, **rounding)
     tokens = [random.Random(5).randrange(VOCAB_SIZE) for _ in range(70)]
     runner = partial(PagedRunner, decoder, block_size=16, num_blocks=8)
     whole = runner().run("a", tokens, [70])
@@ -150,7 +150,7 @@ def check_every_cut(model: Path, isa: str, dtype: str) -> None:
     choose_back_end("cpu", isa=ISAS[0])
 
 
-def check_disk_and_sleep(model: Path, folder: Path) -> tuple[int, list[int]]:
+def check_disk_and_sleep(model: Path, folder: Path, **rounding: Any) -> tuple[int, list[int]]:  # noqa: ANN401
     """Assert that an answer is one before and behind sleep, and from a disk tier in `folder` by a second engine.
 
     Return the number of tokens of its prompt, and how many of them each request but the first found in a cache.
@@ -159,7 +159,8 @@ def check_disk_and_sleep(model: Path, folder: Path) -> tuple[int, list[int]]:
     answers, cached = [], []
     for _ in range(2):
         with LLM(
-            model, max_model_len=160, kv_disk_dir=folder, kv_disk_size="4MiB", num_kv_blocks=30, enable_sleep_mode=True
+            model, max_model_len=160, kv_disk_dir=folder, kv_disk_size="4MiB", num_kv_blocks=30, enable_sleep_mode=True,
+            **rounding,
         ) as llm:
             for _ in range(2):
                 (output,) = llm.generate([prompt], params, use_tqdm=False)

@@ -217,6 +217,7 @@ inline __m512i inserti32x4(__m512i a, __m128i b, int quarter) {
 inline __m512i permutexvar_epi32(__m512i index, __m512i a) {
     return (__m512i)by_lane<UInt32s>([&](int i) { return ((UInt32s)a)[((Int32s)index)[i] & 15]; });
 }
+inline __m512i permutexvar_epi16(__m512i index, __m512i a) { return permutex2var_epi16(a, index, a); }
 inline __m512i shuffle_epi8(__m512i a, __m512i index) {
     UInt8s made;
     for (int i = 0; i < 64; i++) {
@@ -391,6 +392,7 @@ inline void tile_multiply_bf16(int to, int a, int b) {
 #define _mm512_cvtepi32_epi8 quire::imitated::cvtepi32_epi8
 #define _mm512_castsi128_si512 quire::imitated::castsi128_si512
 #define _mm512_permutexvar_epi32 quire::imitated::permutexvar_epi32
+#define _mm512_permutexvar_epi16 quire::imitated::permutexvar_epi16
 #define _mm512_shuffle_epi8 quire::imitated::shuffle_epi8
 #define _mm512_cvtph_ps quire::imitated::cvtph_ps
 // Macros in the compiler's headers where it does not optimize.

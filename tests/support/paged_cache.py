@@ -12,7 +12,7 @@ from quire.kernels.back_end import BackEnd
 from quire.kernels.kv_cache import ONES, KVScales
 from quire.kernels.paged_attention import AttentionSpec, Heads, RotarySpec, build_metadata
 from quire.kernels.reference.back_ends import TORCH
-from quire.kernels.reference.kv_cache import as_bytes, encode, is_quantized
+from quire.kernels.reference.kv_cache import as_bytes, is_quantized, stored_rows
 
 GARBAGE_BLOCK = 10**6
 
@@ -35,6 +35,13 @@ class Tokens:
                 for count in (num_heads, num_kv_heads, num_kv_heads)
             )
         )
+
+
+def random_latents(length: int, heads: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> Tokens:
+    """Return tokens with keys of which each hundred dimensions is ten times as large as the one before."""
+    tokens = Tokens.random(length, heads, dtype, seed)
+    sizes = 10.0 ** (torch.arange(heads[2]) // 100 - heads[2] // 100)
+    return Tokens(tokens.query, (tokens.key * sizes).to(dtype), tokens.value)
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,11 @@ def attend(
     generator = torch.Generator().manual_seed(paging.seed)
     max_blocks = max(-(-part.stop // paging.block_size) for part in parts) + 2
     shape = (len(parts) * max_blocks, paging.block_size, *parts[0].tokens.key.shape[1:])
-    key_cache, value_cache = (_empty_cache(shape, parts[0].tokens.key.dtype, kv) for _ in range(2))
+    latent_dim = int(str(more.get("value_dim", 0)))
+    key_cache, value_cache = (_empty_cache(shape, parts[0].tokens.key.dtype, kv, latent_dim) for _ in range(2))
     tables = torch.randperm(shape[0], generator=generator).view(len(parts), max_blocks).int()
     for table, part in zip(tables, parts, strict=True):
-        _fill(table, part, window, (key_cache, value_cache), scales)
+        _fill(table, part, window, (key_cache, value_cache), scales, latent_dim)
     counts = torch.tensor([0] + [part.stop - part.start for part in parts])
     context_lens = torch.tensor([part.stop for part in parts]).int()
     seen_ends = None
@@ -115,12 +123,12 @@ def rotary_spec(query: Tensor, key: Tensor, cos_sin: Tensor | None = None, **mor
     return RotarySpec(Heads(*query.shape[1:2], *key.shape[1:]), cos_sin, **more)
 
 
-def _empty_cache(shape: tuple[int, ...], dtype: torch.dtype, kv: str) -> Tensor:
+def _empty_cache(shape: tuple[int, ...], dtype: torch.dtype, kv: str, latent_dim: int) -> Tensor:
     """Return a cache of NaN; in 8 bits of what is NaN in e4m3 and in scales."""
     stored = QUANTIZED.get(kv)
     if stored is None:
         return torch.full(shape, torch.nan, dtype=dtype)
-    rows = (*shape[:-1], shape[-1] + stored.scale_bytes)
+    rows = (*shape[:-1], shape[-1] + stored.extra_bytes(shape[-1], latent_dim))
     return torch.full(rows, -1, dtype=torch.int8).view(getattr(torch, stored.element))
 
 
@@ -133,13 +141,8 @@ def scales_behind(cache: Tensor, head_dim: int) -> Tensor:
     return blocks.view(cache.shape).view(cache.dtype)
 
 
-def _write(cache: Tensor, where: tuple[Tensor, Tensor], rows: Tensor, scale: float) -> None:
-    rows = encode(rows, cache.dtype, cache.shape[3], scale) if is_quantized(cache) else rows
-    as_bytes(cache)[where] = rows
-
-
 def _fill(
-    table: Tensor, part: Part, window: int | None, caches: tuple[Tensor, Tensor], scales: KVScales
+    table: Tensor, part: Part, window: int | None, caches: tuple[Tensor, Tensor], scales: KVScales, latent_dim: int
 ) -> None:
     """Write what the part may see into its blocks; spoil the table's other entries with -1 and ids past the cache."""
     block_size = caches[0].shape[1]
@@ -148,7 +151,7 @@ def _fill(
     blocks = table[positions // block_size].long()
     where = blocks, positions % block_size
     for cache, rows, scale in zip(caches, (part.tokens.key, part.tokens.value), scales, strict=True):
-        _write(cache, where, rows[first : part.stop], scale)
+        as_bytes(cache)[where] = stored_rows(rows[first : part.stop], cache, scale, latent_dim)
     is_unseen = torch.ones(len(table), dtype=torch.bool)
     is_unseen[positions // block_size] = False
     spoiled = torch.where(torch.arange(len(table)) % 2 == 0, -1, GARBAGE_BLOCK).int()

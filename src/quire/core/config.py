@@ -115,8 +115,15 @@ KVCacheDtype = Literal[
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
+LATENT_SCALE_DIMS = 128  # dimensions of a latent that share a scale of a token
+
+
 class KVDtype(NamedTuple):
-    """Dtype of the stored elements, and of one scale per token and KV head; names are torch's."""
+    """Dtype of the stored elements, and of the scales of a token under a KV head; names are torch's.
+
+    A key, and a value, has one scale. A latent has one for each LATENT_SCALE_DIMS dimensions, and then the dimensions
+    beside it that are rotated are stored in bfloat16.
+    """
 
     element: str
     scale: str | None = None  # None: no scales
@@ -125,6 +132,15 @@ class KVDtype(NamedTuple):
     def scale_bytes(self) -> int:
         """Bytes of the scale of a token's elements under one head."""
         return 0 if self.scale is None else ELEMENT_BYTES[self.scale]
+
+    def extra_bytes(self, head_dim: int, latent_dim: int) -> int:
+        """Return the bytes of a token's elements under one head beyond one element for each dimension.
+
+        `latent_dim`: the dimensions that are a latent; 0: the head is a key or a value.
+        """
+        if self.scale is None or not latent_dim:
+            return self.scale_bytes
+        return -(-latent_dim // LATENT_SCALE_DIMS) * self.scale_bytes + head_dim - latent_dim
 
 
 QUANTIZED = {

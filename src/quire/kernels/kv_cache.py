@@ -35,9 +35,11 @@ class CacheShapes(Protocol):
 
     def __call__(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: DType,
-        scale_bytes: int = 0,
+        extra_bytes: int = 0,
     ) -> tuple[Shape, Shape]:
-        """Return the shapes for elements of `dtype`, with `scale_bytes` of a scale per token and head."""
+        """Return the shapes for elements of `dtype`, with `extra_bytes` of scales per token and head, and, of latents,
+        of dimensions in 16 bits.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ class RotarySpec:
     cos_sin: Tensor | None = None  # as in `rotary_table`; None: no rotation
     is_interleaved: bool = False   # pairs of dimensions are (2i, 2i + 1), else (i, rotary_dim / 2 + i)
     kv_scales: KVScales = ONES     # where an 8-bit cache stores none
-    rotary_start: int = 0          # the first dimension that is rotated
+    rotary_start: int = 0          # the first dimension that is rotated; those before it are a latent
     has_keys: bool = True          # False: queries alone are rotated, and nothing is written
 
     def __post_init__(self) -> None:
@@ -134,6 +134,11 @@ class RotarySpec:
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated; 0: none."""
         return 0 if self.cos_sin is None else self.cos_sin.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """Values are the first so many dimensions of keys; 0: they are stored."""
+        return self.rotary_start
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -25,26 +25,24 @@ from quire.model.spec import DecoderSpec, DeltaNet, Mamba, ShortConv, widest_win
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Keys and values of one layer: per token keys [num_heads, head_dim] and values [num_heads, value_dim].
-
-    `num_heads`: KV heads.
-    """
+    """Keys and values of one layer, per token [num_heads, head_dim] each. `num_heads`: KV heads."""
 
     num_heads: int
     head_dim: int
     dtype: str                       # stored elements; a torch dtype's name
-    scale_dtype: str | None = None   # one scale per token and head; None: no scales
+    scale_dtype: str | None = None   # of a token's scales under a head, as in `KVDtype`; None: no scales
     window: int | None = None        # tokens that a token sees, itself included; None: all
-    value_dim: int | None = None     # None: head_dim; 0: values are parts of the keys, and have no tensor of their own
+    latent_dim: int = 0              # values are the first so many dimensions of keys, and have no tensor; 0: they have
 
     def block_bytes(self, block_size: int) -> tuple[int, int]:
         """Return the bytes of the keys, and of the values, of a block of `block_size` tokens."""
-        value_dim = self.head_dim if self.value_dim is None else self.value_dim
-        return block_size * self._vector_bytes(self.head_dim), block_size * self._vector_bytes(value_dim)
+        num_bytes = block_size * self.num_heads * (self.head_dim * ELEMENT_BYTES[self.dtype] + self.extra_bytes)
+        return num_bytes, 0 if self.latent_dim else num_bytes
 
-    def _vector_bytes(self, dim: int) -> int:
-        scale_bytes = 0 if self.scale_dtype is None else ELEMENT_BYTES[self.scale_dtype]
-        return self.num_heads * (dim * ELEMENT_BYTES[self.dtype] + scale_bytes) if dim else 0
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of a token's key, or of its value, under one head beyond an element for each dimension."""
+        return KVDtype(self.dtype, self.scale_dtype).extra_bytes(self.head_dim, self.latent_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,6 @@ class KVGeometry:
         the target behind the last token in a block, and the number of tokens up to it (`HeadDrafter`).
         """
         layers, states = list[LayerKV | LayerTail](), list[StateShape]()
-        spec.check_kv_dtype(dtype)
         for mixer in (each for layer in spec.layers for each in layer.mixers if spec.is_causal):
             if isinstance(mixer, DeltaNet):
                 sizes = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
@@ -100,8 +97,9 @@ class KVGeometry:
                 continue
             if mixer.cache_layer is not None:
                 continue
-            value_dim = 0 if mixer.key_value_dim else None
-            layers.append(LayerKV(mixer.num_kv_heads, mixer.head_dim, dtype, scale_dtype, mixer.window, value_dim))
+            layers.append(LayerKV(
+                mixer.num_kv_heads, mixer.head_dim, dtype, scale_dtype, mixer.window, mixer.key_value_dim
+            ))  # fmt: skip
         if spec.is_draft_head:
             layers.append(LayerTail(1, spec.hidden_size + 1, tail_dtype or dtype))
         return cls(tuple(layers), tuple(states))
@@ -185,11 +183,10 @@ class KVCache:
         def taken(memory: Tensor) -> Tensor:
             return back_end.library.tensor(memory) if isinstance(memory, np.ndarray) else memory
 
-        stored = [KVDtype(layer.dtype, layer.scale_dtype) for layer in geometry.layers]
-        dtypes = [layout.check(each) for each in stored]
+        dtypes = [layout.check(KVDtype(layer.dtype, layer.scale_dtype)) for layer in geometry.layers]
         shapes = [
-            _shapes(layer, layout, num_blocks, block_size, dtype, each.scale_bytes)
-            for layer, dtype, each in zip(geometry.layers, dtypes, stored, strict=True)
+            _shapes(layer, layout, num_blocks, block_size, dtype)
+            for layer, dtype in zip(geometry.layers, dtypes, strict=True)
         ]
         keys, values = (
             [
@@ -224,13 +221,13 @@ class KVCache:
 
 
 def _shapes(
-    layer: LayerKV | LayerTail, layout: CacheLayout, num_blocks: int, block_size: int, dtype: DType, scale_bytes: int
+    layer: LayerKV | LayerTail, layout: CacheLayout, num_blocks: int, block_size: int, dtype: DType
 ) -> tuple[Shape, Shape]:
     """Return the shapes of a layer's two tensors."""
     if isinstance(layer, LayerTail):
         return (num_blocks, min(layer.length, block_size), layer.width), (num_blocks, 0)
-    keys, values = layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype, scale_bytes)
-    return keys, (num_blocks, 0) if layer.value_dim == 0 else values
+    keys, values = layout.shapes(num_blocks, block_size, layer.num_heads, layer.head_dim, dtype, layer.extra_bytes)
+    return keys, (num_blocks, 0) if layer.latent_dim else values
 
 
 def _zeros(num_bytes: int) -> Array:

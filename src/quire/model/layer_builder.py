@@ -587,7 +587,8 @@ class LayerBuilder:
         sizes = latent.nope_dim, latent.latent_dim
         absorbed = special_ops.HeadLinearOp(f"{stem}query_to_latent", keys, sizes, projected, "query", latent.rope_dim)
         self.ops.append(absorbed)
-        self._attend(latent, heads, "latents", None, ONES)
+        scale = weights.kv_scales(shapes.qkv).key if self._shared.reads_kv_scales else 1.0
+        self._attend(latent, heads, "latents", None, KVScales(scale, scale))  # a value is a part of its key
         sizes = latent.latent_dim, latent.expanded_dim
         self.ops.append(special_ops.HeadLinearOp(
             f"{stem}latent_to_value", values, sizes, "latents", "attended", is_flat=True

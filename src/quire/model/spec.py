@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from quire.core.config import ELEMENT_BYTES
-from quire.core.errors import ConfigError, ModelError
+from quire.core.errors import ModelError
 
 NormKind = Literal["rms", "rms_float", "rms_offset", "layer"]  # weights applied in float32: OLMo 2; those plus 1: Gemma
 # Before each sublayer (GPT-2 and on); after its sum with the residual (the original transformer); around it, on its
@@ -599,13 +598,6 @@ class DecoderSpec:
     def cached_attentions(self) -> tuple[Attention, ...]:
         """Those with a KV cache of their own, in order: none of an encoder's."""
         return tuple(each for each in self.attentions if each.is_causal and each.cache_layer is None)
-
-    def check_kv_dtype(self, element: str) -> None:
-        """Raise ConfigError if keys and values cannot be cached in elements of this dtype."""
-        if ELEMENT_BYTES[element] == 1 and any(each.key_value_dim for each in self.attentions):
-            raise ConfigError(
-                f"a KV cache of {element} is not supported with latent attention; use --kv-cache-dtype auto"
-            )
 
     @property
     def feed_forwards(self) -> tuple[FeedForward | Experts, ...]:

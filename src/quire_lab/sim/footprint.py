@@ -4,7 +4,7 @@
 (`packing.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,7 +25,7 @@ from quire.model.shapes import (
     vision_shapes,
 )
 from quire.model.sharding import DELTA_OPS, HEAD_OPS, MAMBA_OPS, Range, Shard
-from quire.model.spec import DecoderSpec, LayerSpec
+from quire.model.spec import Attention, DecoderSpec, LayerSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ELEMENT_BITS = {"int8": 8, "int4": 4, "fp8": 8, "codebook4": 4}
@@ -177,20 +177,23 @@ def is_rounded(shape: Shape | None) -> bool:
     return isinstance(shape, LinearShape) and not shape.is_always_dense
 
 
-def kv_bytes_per_token(spec: DecoderSpec, itemsize: int, scale_bytes: int = 0) -> int:
-    """Return the bytes that one token's keys and values take, over all layers.
+def kv_bytes_per_token(spec: DecoderSpec, itemsize: int) -> int:
+    """Return the bytes that the elements of one token's keys and values take, over all layers."""
+    return sum(num_heads * each.head_dim * itemsize for each, num_heads in _cached_heads(spec))
 
-    `scale_bytes`: of the scale that is stored for each token and head; 0: none is.
-    """
-    vectors = ((each, each.num_kv_heads * (1 if each.key_value_dim else 2)) for each in spec.cached_attentions)
-    return sum(count * (each.head_dim * itemsize + scale_bytes) for each, count in vectors)
+
+def _cached_heads(spec: DecoderSpec) -> Iterator[tuple[Attention, int]]:
+    """Yield each attention with a cache, and the heads of its keys and values: latents are keys alone."""
+    for each in spec.cached_attentions:
+        yield each, each.num_kv_heads * (1 if each.key_value_dim else 2)
 
 
 def stored_kv_bytes_per_token(spec: DecoderSpec, kv_cache_dtype: str) -> int:
-    """Return the same by the name of the storage, a value of --kv-cache-dtype other than auto."""
+    """Return the same with scales, by the name of the storage, a value of --kv-cache-dtype other than auto."""
     stored = kv_dtype(kv_cache_dtype)
-    spec.check_kv_dtype(stored.element)
-    return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element], stored.scale_bytes)
+    return kv_bytes_per_token(spec, ELEMENT_BYTES[stored.element]) + sum(
+        num_heads * stored.extra_bytes(each.head_dim, each.key_value_dim) for each, num_heads in _cached_heads(spec)
+    )
 
 
 def _shapes_of_shard(

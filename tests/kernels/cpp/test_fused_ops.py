@@ -217,7 +217,7 @@ def gemma4_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> l
 def int8_cache(generator: torch.Generator) -> Tensor:
     """Return random keys or values in 8 bits, with scales of 0.01."""
     num_kv_heads, head_dim = HEADS.num_kv_heads, HEADS.head_dim
-    shape, _ = cache_shapes(4, BLOCK_SIZE, num_kv_heads, head_dim, torch.int8, scale_bytes=4)
+    shape, _ = cache_shapes(4, BLOCK_SIZE, num_kv_heads, head_dim, torch.int8, extra_bytes=4)
     cache = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
     scales = torch.full((BLOCK_SIZE,), 0.01).view(torch.int8)
     cache.view(4, num_kv_heads, -1)[..., BLOCK_SIZE * head_dim :] = scales

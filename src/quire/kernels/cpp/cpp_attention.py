@@ -31,9 +31,8 @@ def paged_attention(
     num_heads, num_kv_heads, head_dim = spec.heads
     num_tokens = metadata.num_tokens
     assert query.shape == (num_tokens, num_heads, head_dim), f"queries {query.shape} for {num_tokens} of {spec.heads}"
-    cache = layer_cache(
-        key_cache, value_cache, CacheSizes(num_kv_heads, metadata.block_size, head_dim), dtype, spec.kv_scales
-    )
+    sizes = CacheSizes(num_kv_heads, metadata.block_size, head_dim, spec.value_dim)
+    cache = layer_cache(key_cache, value_cache, sizes, dtype, spec.kv_scales)
     query = in_heads(query)
     out = np.empty((num_tokens, num_heads, spec.output_dim), dtype)
     _KERNELS[dtype](

@@ -11,7 +11,9 @@ A head's run of a block of 8 bits is its elements, keys [head_dim, block_size] o
 behind them, unless the scales are the layer's, float32 scales [block_size]. Both tensors have the shape
 [num_blocks, num_kv_heads, block_size, head_dim + 4], or without scales [.., head_dim].
 
-Values that are parts of keys have no elements: [num_blocks, 0].
+Values that are parts of keys have no elements: [num_blocks, 0]. Keys are latents then. With stored scales a head's run
+is elements [latent_dim, block_size], what is rotated beside them in bfloat16 as above, and scales [groups, block_size],
+of LATENT_SCALE_DIMS dimensions each.
 
 float16 models keep float32 caches.
 
@@ -36,11 +38,10 @@ Shape = tuple[int, ...]
 INT8 = np.dtype(np.int8)
 DTYPES = (BFLOAT16, FLOAT32, INT8, FLOAT8_E4M3)  # element types
 STORED = (KVDtype("bfloat16"), KVDtype("float32"), *QUANTIZED.values())    # storages of a cache
-SCALE_BYTES = 4
 _FORMATS = {
-    (INT8, True): _kernels.KV_FORMATS["int8_scaled"],
-    (FLOAT8_E4M3, True): _kernels.KV_FORMATS["e4m3_scaled"],
-    (FLOAT8_E4M3, False): _kernels.KV_FORMATS["e4m3"],
+    (INT8, True): (_kernels.KV_FORMATS["int8_scaled"], QUANTIZED["int8_per_token_head"]),
+    (FLOAT8_E4M3, True): (_kernels.KV_FORMATS["e4m3_scaled"], QUANTIZED["fp8_per_token_head"]),
+    (FLOAT8_E4M3, False): (_kernels.KV_FORMATS["e4m3"], QUANTIZED["fp8"]),
 }
 
 
@@ -50,16 +51,17 @@ class CacheSizes(NamedTuple):
     num_kv_heads: int
     block_size: int
     head_dim: int
+    latent_dim: int = 0  # values are the first so many dimensions of keys; 0: they are stored
 
 
 def cache_shapes(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: DType, scale_bytes: int = 0
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: DType, extra_bytes: int = 0
 ) -> tuple[Shape, Shape]:
     """Return the shapes of a layer's keys and values with elements of `dtype`, one of `DTYPES`."""
     assert dtype in DTYPES, f"caches of {dtype}"
     assert block_size in KERNEL_BLOCK_SIZES, f"block size {block_size} is not one of {KERNEL_BLOCK_SIZES}"
     assert serves_head_dim(head_dim), f"head size {head_dim}"
-    keys, values = _head_shapes(block_size, head_dim, dtype, scale_bytes)
+    keys, values = _head_shapes(block_size, head_dim, dtype, extra_bytes)
     return (num_blocks, num_kv_heads, *keys), (num_blocks, num_kv_heads, *values)
 
 
@@ -76,15 +78,15 @@ def layer_cache(
 
     Every layer of every step that is not fused pays for this. The kernels read the tensors' memory.
     """
-    num_kv_heads, block_size, head_dim = sizes
+    num_kv_heads, block_size, head_dim, latent_dim = sizes
     assert keys.dtype == values.dtype, f"keys of {keys.dtype}, values of {values.dtype}"
-    stored, kv_format, scale_bytes = keys.dtype, _kernels.KV_FORMATS["same"], 0
+    stored, kv_format, extra_bytes = keys.dtype, _kernels.KV_FORMATS["same"], 0
     if stored.itemsize == 1:
-        scale_bytes = SCALE_BYTES if keys.shape[3] != head_dim else 0
-        kv_format = _FORMATS[stored, scale_bytes > 0]
+        kv_format, own = _FORMATS[stored, keys.shape[3] != head_dim]
+        extra_bytes = own.extra_bytes(head_dim, latent_dim)
     else:
         assert stored == dtype, f"caches of {stored} for kernels of {dtype}"
-    key_shape, value_shape = _head_shapes(block_size, head_dim, stored, scale_bytes)
+    key_shape, value_shape = _head_shapes(block_size, head_dim, stored, extra_bytes)
     assert keys.shape[1:] == (num_kv_heads, *key_shape), f"keys in another layout: {keys.shape}"
     has_values = values.size > 0 or not keys.size
     if has_values:
@@ -95,10 +97,10 @@ def layer_cache(
     return _kernels.LayerCache(*addresses, kv_format, *scales)
 
 
-def _head_shapes(block_size: int, head_dim: int, dtype: DType, scale_bytes: int) -> tuple[Shape, Shape]:
+def _head_shapes(block_size: int, head_dim: int, dtype: DType, extra_bytes: int) -> tuple[Shape, Shape]:
     if dtype.itemsize == 1:
-        return (block_size, head_dim + scale_bytes), (block_size, head_dim + scale_bytes)
-    assert scale_bytes == 0, f"scales beside elements of {dtype}"
+        return (block_size, head_dim + extra_bytes), (block_size, head_dim + extra_bytes)
+    assert extra_bytes == 0, f"scales beside elements of {dtype}"
     if dtype == BFLOAT16:
         return (head_dim // 2, block_size, 2), (block_size // 2, head_dim, 2)
     return (head_dim, block_size), (block_size, head_dim)
@@ -142,7 +144,7 @@ def write_kv(
     key = _in_rows(turned[:, :num_kv_heads] if key is None else key, dtype)  # not read where nothing is written
     value = key if value is None else _in_rows(value, dtype)  # not read where the cache has none
     num_tokens, block_size = len(key), block_size_of(key_cache)
-    sizes = CacheSizes(num_kv_heads, block_size, head_dim)
+    sizes = CacheSizes(num_kv_heads, block_size, head_dim, spec.value_dim)
     cache = layer_cache(key_cache, value_cache, sizes, dtype, spec.kv_scales)
     assert query.shape[1:] == spec.heads[::2], f"queries {query.shape} for {spec.heads}"
     assert key.shape == value.shape == (num_tokens, num_kv_heads, head_dim), f"keys {key.shape}"

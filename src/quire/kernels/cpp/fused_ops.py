@@ -255,7 +255,8 @@ class FusedOps:
                 address = _kernels.address(checked_tails(op.spec, inputs.keys[layer], block_size, self._dtype))
                 caches[layer] = _kernels.LayerCache(address, 0, _kernels.KV_FORMATS["same"], 1.0, 1.0)
                 continue
-            sizes = CacheSizes(op.spec.heads.num_kv_heads, block_size, op.spec.heads.head_dim)
+            _, num_kv_heads, head_dim = op.spec.heads
+            sizes = CacheSizes(num_kv_heads, block_size, head_dim, op.spec.value_dim)
             keys, values = inputs.keys[layer], inputs.values[layer]
             caches[layer] = layer_cache(keys, values, sizes, self._dtype, op.spec.kv_scales)
         states = [0] * len(inputs.states)

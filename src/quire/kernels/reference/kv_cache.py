@@ -6,7 +6,8 @@ interleaved ones: dimensions (2i, 2i + 1), as in GPT-J.
 A token's key, and its value, is quantized under each KV head by itself: nothing depends on other tokens, so that a
 block holds the same bytes wherever, whenever and beside whatever it is written. Elements are int8 or e4m3, and stand
 for element * scale. Stored scales are float32, the largest magnitude of the head over the largest element. Scales are
-applied outside of the products: a key's to the score, a value's to the softmax weight.
+applied outside of the products: a key's to the score, a value's to the softmax weight. Latents have several scales, of
+LATENT_SCALE_DIMS dimensions each, and are expanded before the products; what is rotated beside them is in bfloat16.
 
 Kernels that multiply int8 elements as integers round what they are multiplied with as well: queries as
 `integer_queries` does it, softmax weights as `integer_weights` does it.
@@ -17,13 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.core.config import QUANTIZED, KVDtype
+from quire.core.config import LATENT_SCALE_DIMS, QUANTIZED, KVDtype
 from quire.kernels.kv_cache import CacheLayout, Shape
 from quire.kernels.paged_attention import RotarySpec
 from quire.kernels.torch_arrays import TORCH_LIBRARY
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # element of each dtype
 SMALLEST_MAGNITUDE = 1e-30  # a head with smaller numbers is stored as zeros with a scale of 0
+SCALE_BYTES = 4
+_ELEMENTS, _SCALE = slice(0, -SCALE_BYTES), slice(-SCALE_BYTES, None)
 NAN_BITS = 0x7F             # a NaN in e4m3
 TOKENS_PER_PARTITION = 256  # they share steps of integer weights, in NUM_WEIGHT_GROUPS groups
 TOKENS_PER_QUAD = 4         # consecutive tokens of a group
@@ -73,7 +76,42 @@ def decode(
     elements = stored[..., :head_dim].view(dtype).float()
     if stored.shape[-1] == head_dim:
         return elements, scale
-    return elements, stored[..., head_dim:].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(-1)
+    return elements, _viewed(stored[..., head_dim:], torch.float32).squeeze(-1)
+
+
+def encode_latents(x: Tensor, dtype: torch.dtype, latent_dim: int) -> Tensor:
+    """Return latents x [..., head_dim] as a cache with scales stores them, int8 [..., width].
+
+    Elements of `latent_dim` dimensions, of which each LATENT_SCALE_DIMS are quantized as a head is by `encode`; the
+    other dimensions in bfloat16; the groups' scales.
+    """
+    latents, starts = x[..., :latent_dim], range(0, latent_dim, LATENT_SCALE_DIMS)
+    parts = (latents[..., start : start + LATENT_SCALE_DIMS] for start in starts)
+    groups = [encode(part, dtype, part.shape[-1] + SCALE_BYTES) for part in parts]
+    elements, scales = ([group[..., part] for group in groups] for part in (_ELEMENTS, _SCALE))
+    rotated = x[..., latent_dim:].bfloat16().contiguous().view(torch.int8)
+    return torch.cat([*elements, rotated, *scales], dim=-1)
+
+
+def decode_latents(stored: Tensor, dtype: torch.dtype, latent_dim: int, head_dim: int) -> Tensor:
+    """Return what `encode_latents` has stored as the numbers that it stands for, float32 [..., head_dim]."""
+    elements, rotated, scales = stored.tensor_split([latent_dim, 2 * head_dim - latent_dim], dim=-1)
+    factors = _viewed(scales, torch.float32).repeat_interleave(LATENT_SCALE_DIMS, dim=-1)[..., :latent_dim]
+    return torch.cat([elements.view(dtype).float() * factors, _viewed(rotated, torch.bfloat16).float()], dim=-1)
+
+
+def _viewed(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes as numbers of a wider dtype."""
+    return stored.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def stored_rows(x: Tensor, cache: Tensor, scale: float, latent_dim: int) -> Tensor:
+    """Return heads x [..., head_dim] as a cache [..., width] stores them: keys, values, or latents."""
+    if not is_quantized(cache):
+        return x.to(cache.dtype)
+    if latent_dim and cache.shape[-1] > x.shape[-1]:
+        return encode_latents(x, cache.dtype, latent_dim)
+    return encode(x, cache.dtype, cache.shape[-1], scale)
 
 
 def integer_queries(x: Tensor) -> Tensor:
@@ -106,7 +144,7 @@ def write_kv(
 
     Token t's key and value go to slot `slot_mapping[t]`; -1 writes nothing. key and value [num_tokens, num_kv_heads,
     head_dim]; caches [num_blocks, block_size, num_kv_heads, head_dim], contiguous; slot_mapping [num_tokens] int64, no
-    slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `kv_quantization.encode`
+    slot twice. A cache of 8-bit elements is [num_blocks, block_size, num_kv_heads, width], as `stored_rows`
     fills it, with the spec's scales unless it stores them. A value of None is not stored: it is a part of the key, or
     there is no key, either. One op, so that a back end may do it in one pass; it may rotate the query in place. Kwon et
     al. 2023, section 5.1.
@@ -126,7 +164,7 @@ def write_kv(
         if new is None:
             continue
         rows = new.index_select(0, written)
-        rows = encode(rows, cache.dtype, cache.shape[3], scale) if is_quantized(cache) else rows.to(cache.dtype)
+        rows = stored_rows(rows, cache, scale, spec.value_dim)
         as_bytes(cache).view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
     return query
 
@@ -173,11 +211,11 @@ def copy_blocks(
 
 
 def _plain_shapes(
-    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, scale_bytes: int = 0
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, extra_bytes: int = 0
 ) -> tuple[Shape, Shape]:
     """Return one shape for both. A head's scale stands behind its elements, which have one byte each."""
-    assert scale_bytes == 0 or dtype.itemsize == 1, f"scales beside elements of {dtype}"
-    shape = (num_blocks, block_size, num_kv_heads, head_dim + scale_bytes)
+    assert extra_bytes == 0 or dtype.itemsize == 1, f"scales beside elements of {dtype}"
+    shape = (num_blocks, block_size, num_kv_heads, head_dim + extra_bytes)
     return shape, shape
 
 

@@ -19,6 +19,7 @@ from quire.kernels.reference.kv_cache import (
     LARGEST,
     as_bytes,
     decode,
+    decode_latents,
     integer_queries,
     integer_weights,
     is_quantized,
@@ -35,7 +36,7 @@ def reference(
     """Attend: the meaning that every back end must match.
 
     query [num_tokens, num_heads, head_dim], sequences end to end; caches [num_blocks, block_size, num_kv_heads,
-    head_dim], those of 8-bit elements [.., width] as `kv_quantization.encode` fills them with the spec's scales; with
+    head_dim], those of 8-bit elements [.., width] as `kv_cache.stored_rows` fills them with the spec's scales; with
     a `value_dim` values are the first dimensions of keys, and `value_cache` is not read. A
     sequence's queries are the last tokens of its context. Sums in float32. A key's scale is multiplied onto its scores,
     a value's onto its softmax weights, which are summed without it. `in_integers`: queries and weights are rounded as
@@ -53,7 +54,7 @@ def reference(
         pos = torch.arange(first, context_len, device=query.device)
         where = metadata.block_tables[i, pos // block_size].long(), pos % block_size
         (k, key_scales), (v, value_scales) = (
-            _elements(as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, query.shape[2], own)
+            _elements(spec, as_bytes(cache)[where].repeat_interleave(group, dim=1), cache.dtype, own)
             for cache, own in zip((key_cache, value_cache), spec.kv_scales, strict=True)
         )  # [context_len, num_heads, head_dim], [context_len, num_heads]
         scores = _times(torch.einsum("qhd,lhd->hql", query[start:stop], k), key_scales) * spec.scale
@@ -72,9 +73,16 @@ def reference(
     return out
 
 
-def _elements(stored: Tensor, dtype: torch.dtype, head_dim: int, scale: float) -> tuple[Tensor, Tensor | float]:
-    """Return elements [.., head_dim] in float32, and their scales [..], or one for all."""
-    return decode(stored, dtype, head_dim, scale) if dtype in LARGEST else (stored.float(), 1.0)
+def _elements(
+    spec: AttentionSpec, stored: Tensor, dtype: torch.dtype, scale: float
+) -> tuple[Tensor, Tensor | float]:
+    """Return elements [.., head_dim] in float32, and their scales [..], or one for all. Latents are times their own."""
+    head_dim = spec.heads.head_dim
+    if dtype not in LARGEST:
+        return stored.float(), 1.0
+    if spec.value_dim and stored.shape[-1] > head_dim:
+        return decode_latents(stored, dtype, spec.value_dim, head_dim), 1.0
+    return decode(stored, dtype, head_dim, scale)
 
 
 def _capped(scores: Tensor, softcap: float) -> Tensor:
@@ -147,7 +155,7 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
     num_tiles = -(-(span.end - first) // SLOTS_PER_KEY_TILE)
     slots = torch.arange(first, first + num_tiles * SLOTS_PER_KEY_TILE)  # positions in the sequence
     (keys, key_scales), (values, value_scales) = (
-        _gather(cache, span, slots, window, head_dim, own) for cache, own in zip(caches, spec.kv_scales, strict=True)
+        _gather(spec, cache, span, slots, own) for cache, own in zip(caches, spec.kv_scales, strict=True)
     )
     values = values[..., : spec.output_dim].contiguous()
     positions = torch.arange(begin, begin + num_products * height)[:, None]
@@ -181,19 +189,19 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
 
 
 def _gather(
-    cache: Tensor, span: _Span, slots: Tensor, window: int | None, head_dim: int, scale: float
+    spec: AttentionSpec, cache: Tensor, span: _Span, slots: Tensor, scale: float
 ) -> tuple[Tensor, Tensor | float]:
     """Return key tiles of keys or values in float32, [num_tiles * num_kv_heads, SLOTS_PER_KEY_TILE, head_dim].
 
     And their scales, [num_tiles * num_kv_heads, 1, SLOTS_PER_KEY_TILE], or the one for all. A slot that no query sees
     is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
     """
-    _, block_size, num_kv_heads, width = cache.shape
+    (_, block_size, num_kv_heads, width), window = cache.shape, spec.window
     seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.end - 1)
     places = span.table[seen // block_size].long() * block_size + seen % block_size
     taken = as_bytes(cache).view(-1, num_kv_heads * width).index_select(0, places)
     taken = taken.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, width).transpose(1, 2).flatten(0, 1)
-    elements, scales = _elements(taken, cache.dtype, head_dim, scale)
+    elements, scales = _elements(spec, taken, cache.dtype, scale)
     return elements, scales[:, None] if isinstance(scales, Tensor) else scales
 
 
