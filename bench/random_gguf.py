@@ -124,6 +124,34 @@ def lfm2_1_2b() -> Model:
     return Model("lfm2", metadata, layers, ends, Q8_0, frozenset({"shortconv.conv"}))
 
 
+def gemma4_e2b() -> Model:
+    """Return Gemma 4 E2B with a vocabulary of 32,000, an eighth of its own."""
+    width, inner, of_layer, vocabulary, num_layers, num_own = 1536, 6144, 256, 32_000, 35, 15
+    is_windowed = [layer % 5 != 4 for layer in range(num_layers)]
+    norms = ("post_attention_norm", "post_ffw_norm", "post_norm")
+    behind = {"inp_gate": (of_layer, width), "proj": (width, of_layer), "layer_output_scale": (1,)}
+    layers = list[Shapes]()
+    for layer, windowed in enumerate(is_windowed):
+        own = attention(width, 8, 1, 256 if windowed else 512)
+        read = own if layer < num_own else {name: own[name] for name in own if name[:6] not in ("attn_k", "attn_v")}
+        wide = feed_forward(width, inner * (1 + (layer >= num_own)))
+        layers.append({**read, **wide, **dict.fromkeys(norms, (width,)), **behind})
+    metadata = sizes(width, inner, 8, 1, 512) | {
+        "context_length": 131_072, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.dimension_count": 512,
+        "rope.dimension_count_swa": 256, "attention.key_length_swa": 256, "attention.value_length_swa": 256,
+        "attention.sliding_window": 512, "attention.sliding_window_pattern": is_windowed,
+        "attention.shared_kv_layers": num_layers - num_own, "embedding_length_per_layer_input": of_layer,
+        "feed_forward_length": [inner * (1 + (layer >= num_own)) for layer in range(num_layers)],
+        "final_logit_softcapping": 30.0, "vocab_size": vocabulary,
+    }  # fmt: skip
+    ends = {
+        "token_embd": (vocabulary, width), "output_norm": (width,), "rope_freqs": (256,),
+        "per_layer_token_embd": (vocabulary, num_layers * of_layer), "per_layer_proj_norm": (of_layer,),
+        "per_layer_model_proj": (num_layers * of_layer, width),
+    }  # fmt: skip
+    return Model("gemma4", metadata, layers, ends, Q8_0)
+
+
 def sizes(width: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Value]:
     """Return the keys that all have."""
     return {
@@ -133,7 +161,9 @@ def sizes(width: int, inner: int, heads: int, kv_heads: int, head_dim: int) -> d
     }  # fmt: skip
 
 
-MODELS = {"qwen3-30b-a3b": qwen3_30b_a3b, "qwen3.5-0.8b": qwen3_5_0_8b, "lfm2-1.2b": lfm2_1_2b}
+MODELS = {
+    "qwen3-30b-a3b": qwen3_30b_a3b, "qwen3.5-0.8b": qwen3_5_0_8b, "lfm2-1.2b": lfm2_1_2b, "gemma4-e2b": gemma4_e2b,
+}  # fmt: skip
 
 
 def num_bytes(tensor: Tensor) -> int:
