@@ -29,7 +29,7 @@ HELLO = [{"role": "user", "content": "hi"}]
 LOOP = [{"role": "user", "content": "loop"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LOOPS_IF_ASKED = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
-WAIT_LIMIT_S = 60.0
+WAIT_LIMIT_S = 120.0
 
 MakeTokenizer = Callable[[str], Tokenizer]
 

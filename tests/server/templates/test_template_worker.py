@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% if word == 'half' %}{{ '\\ud800' }}{% endif %}"
     "{% if word == 'refuse' %}{{ raise_exception('no \\ud800') }}{% endif %}"
 )
-END_LIMIT_S = 60.0
+END_LIMIT_S = 120.0
 
 
 class Child:
