@@ -91,7 +91,7 @@ def test_killed_template_process_is_replaced(server: ServerProcess) -> None:
     (template,) = set(server.child_pids()) - {server.engine_pid()}
     os.kill(template, signal.SIGKILL)
     wait_until(lambda: template not in server.child_pids())
-    assert server.post("/v1/chat/completions", CHAT).status_code == 200
+    assert server.post("/v1/chat/completions", CHAT).status_code == 200, server.log
 
 
 def test_swap_file_has_no_name_and_goes_with_its_process(server: ServerProcess, temporary: Path) -> None:

@@ -294,6 +294,22 @@ def test_one_process_serves_all_and_a_killed_one_is_replaced(with_template: Make
     uvloop.run(check())
 
 
+def test_a_process_that_has_just_ended_costs_no_conversation(
+    with_template: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent learns of an end a moment after the socket is closed: until then the process seems alive."""
+
+    async def check() -> None:
+        async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
+            assert await renderer.render(HELLO) == "hi"
+            process_of(renderer).kill()
+            process_of(renderer).wait()
+            monkeypatch.setattr(sandbox.SandboxProcess, "is_alive", True)
+            assert await renderer.render(HELLO) == "hi"
+
+    uvloop.run(check())
+
+
 def test_waiting_requests_outlive_a_hostile_one(with_template: MakeTokenizer) -> None:
     async def check() -> None:
         async with opened(with_template(LOOPS_IF_ASKED)) as renderer:

@@ -71,7 +71,7 @@ class SandboxLane:
         if self._is_closed:
             raise shutting_down()
         self.process = process = self.process or SandboxProcess(self._kind)
-        ask_in_thread = asyncio.get_running_loop().run_in_executor
+        was_ready, ask_in_thread = process.is_ready, asyncio.get_running_loop().run_in_executor
         try:
             if not process.is_ready:
                 await ask_in_thread(self._thread, process.ask, self._start(), START_LIMIT_S)
@@ -81,6 +81,8 @@ class SandboxLane:
             status = await self._stop_process()
             if self._is_closed:
                 raise shutting_down() from error
+            if was_ready and isinstance(error, BrokenPipeError):
+                return await self.ask(job)  # an idle process was just ending, and has not seen the job
             raise self._failure(status, is_ready=process.is_ready) from error
         except BaseException:  # cancelled: the reply is not needed
             await self._stop_process()
