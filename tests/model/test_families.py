@@ -866,7 +866,7 @@ def random_tokens(count: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-@on_both_back_ends(CASES)
+@on_both_back_ends(CASES, by_torch=[*FIRST, "gemma2, low softcaps"])  # caps of others are too high to matter
 def test_logprobs_and_greedy_tokens_equal_transformers(
     case: str, checkpoint: Checkpoint, back_end: BackEnd, paged_runner: Callable
 ) -> None:
