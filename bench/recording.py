@@ -36,9 +36,6 @@ class _Switched(RecordedScheduler):
 
     is_recorded = False
 
-    def schedule(self, now_s: float = 0.0) -> StepPlan:
-        return RecordedScheduler.schedule(self, now_s) if self.is_recorded else Scheduler.schedule(self, now_s)
-
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
         if self.is_recorded:
             return RecordedScheduler.update(self, plan, result)

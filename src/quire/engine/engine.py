@@ -39,54 +39,70 @@ TEXT_ALONE = "the model reads text alone"
 NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
 
 
-_WHOLE_EVERY = 64               # plans
-_ENTRY_BYTES = 48               # Python's own, besides the content
+_MAX_REPEATS = 63               # of a whole plan
+_RUN_BYTES = 128                # Python's own, besides the content
 _encode = msgspec.msgpack.Encoder().encode
-_REPEATED = b"\x95\xa8repeated"    # how a `recording.record.Repeated` begins
 
 
 class RecentPlans:
     """Ring of the latest plans, as events of a record, in at most `max_bytes`. `on_fault`: called when a step failed.
 
-    Keeping all plans as objects would cost more than encoding them: their lists would not be in the CPU's caches any
-    more when they are freed. Plans that compute for the same rows as the last whole one are kept as their new blocks,
-    but for every 64th.
+    Plans that compute for the same rows as a whole one before them are kept as their new blocks, which are encoded
+    together: in each step the encoder would have to come into the CPU's caches again. Keeping whole plans as objects
+    would cost more than encoding them: their lists would not be in the caches any more when they are freed.
     """
 
     def __init__(self, max_bytes: int, encode_whole: Callable[[float, StepPlan], bytes]) -> None:
         self._encode_whole = encode_whole
         self.on_fault: Callable[[Exception, Scheduler], object] = lambda error, scheduler: None
-        self.steps = deque[bytes]()
-        self.num_steps = 0              # since start
-        self.num_bytes = 0
-        self._max_bytes, self._num_left = max_bytes, 0
-        self._whole: tuple[list[int], list[int], int] = [], [], 0   # the last whole one: rows, counts, samples
+        self.num_bytes = 0              # without the repeats that are not encoded yet
+        self._max_bytes = max_bytes
+        self._runs = deque[tuple[bytes, int]]()     # events of a whole plan and its repeats, and their number
+        self._num_given_up = 0                      # steps
+        self._whole = b""                           # the last whole plan's event; empty: it was given up
+        self._rows, self._counts, self._num_samples = list[int](), list[int](), 0                   # its own
+        self._repeats = list[tuple[str, float, list[int], list[int], list[int]]]()      # fields of a `Repeated`
 
     def add(self, now_s: float, plan: StepPlan) -> None:
         """Keep the next plan, and give up the oldest beyond the bound."""
-        computed = plan.rows, plan.counts, len(plan.sample_rows)
         if (
-            self._num_left and computed == self._whole
+            plan.rows == self._rows and plan.counts == self._counts and len(plan.sample_rows) == self._num_samples
+            and self._whole and len(self._repeats) < _MAX_REPEATS
             and not (plan.new_rows or plan.copies or plan.drafts or plan.swap_outs or plan.row_forks or plan.swap_ins)
         ):  # fmt: skip
-            self._num_left -= 1
-            step = _encode(("repeated", now_s, plan.table_rows, plan.table_columns, plan.table_blocks))
+            self._repeats.append(("repeated", now_s, plan.table_rows, plan.table_columns, plan.table_blocks))
         else:
-            self._num_left, self._whole = _WHOLE_EVERY - 1, computed
-            step = self._encode_whole(now_s, plan)
-        self.num_steps += 1
-        self.steps.append(step)
-        self.num_bytes += len(step) + _ENTRY_BYTES
-        if self.num_bytes > self._max_bytes:
+            self._end_run()
+            self._rows, self._counts, self._num_samples = plan.rows, plan.counts, len(plan.sample_rows)
+            self._whole = self._encode_whole(now_s, plan)
+            self.num_bytes += len(self._whole) + _RUN_BYTES
+            self._give_up()
+
+    def events(self) -> tuple[bytes, int, int]:
+        """Return the events that are kept, their number, and the steps before them since the start."""
+        self._end_run()
+        return b"".join(run for run, _ in self._runs), sum(number for _, number in self._runs), self._num_given_up
+
+    def _end_run(self) -> None:
+        """Encode the repeats of the last whole plan."""
+        if self._whole:
+            number = len(self._repeats)
+            repeats = _encode(self._repeats)[1 if number < 16 else 3 :]     # without the head of a list of msgpack
+            self._runs.append((self._whole + repeats, 1 + number))
+            self.num_bytes += len(repeats)
+            self._whole = b""
+            self._repeats.clear()
             self._give_up()
 
     def _give_up(self) -> None:
-        """Give up the oldest plans, some at once, and the repeats of one that is not there any more."""
-        kept = self._max_bytes - self._max_bytes // 16
-        while self.steps and (self.num_bytes > kept or self.steps[0].startswith(_REPEATED)):
-            self.num_bytes -= len(self.steps.popleft()) + _ENTRY_BYTES
-        if not self.steps:
-            self._num_left = 0          # the next plan is whole
+        """Give up the oldest runs beyond the bound."""
+        while self.num_bytes > self._max_bytes and self._runs:
+            run, number = self._runs.popleft()
+            self.num_bytes -= len(run) + _RUN_BYTES
+            self._num_given_up += number
+        if self.num_bytes > self._max_bytes:
+            self.num_bytes, self._whole = 0, b""
+            self._num_given_up += 1
 
 
 class PromptsLeft:

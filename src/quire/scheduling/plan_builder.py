@@ -25,7 +25,7 @@ class PlannedDrafts(NamedTuple):
 class PlanBuilder:
     """A plan under construction. `planned[i]` is the sequence of entry i, `sampled[j]` that of sample j.
 
-    `now_s`: when the step is planned, by the clock of requests.
+    `now_s`: when the step is planned, by the clock of requests. `is_planned`: the plan is complete.
 
     `forked`: sequences that share the prompt of another, computed once the step is over. `resting`: sequences that run
     and that the step leaves out: see async_scheduling.py. `at`: the request that is being planned or recorded; None
@@ -37,6 +37,7 @@ class PlanBuilder:
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
+        self.is_planned = False
         self.plan = StepPlan()
         self.num_tokens = 0
         self.planned: list[Sequence] = []

@@ -210,6 +210,7 @@ class Scheduler:
                 self._end_late(request)
         if self._ahead is not None:
             self.step, self._ahead = self._ahead, None
+            self.step.now_s, self.step.is_planned = now_s, True
             return self.step.plan
         last, step = self.step, PlanBuilder(now_s)
         self.step = step
@@ -224,9 +225,14 @@ class Scheduler:
         if self.cache.states is not None and plan.rows:
             _plan_states(step, self.cache.states)
         if not plan.rows:
-            is_idle = not self.queues.requests or self.queues.wait_reasons.current in PREPARATION
-            assert is_idle, "requests are here, but none of them can run"
+            self._check_idle()
+        step.is_planned = True
         return plan
+
+    def _check_idle(self) -> None:
+        """Assert that a plan may be empty."""
+        is_idle = not self.queues.requests or self.queues.wait_reasons.current in PREPARATION
+        assert is_idle, "requests are here, but none of them can run"
 
     def schedule_next(self) -> StepPlan | None:
         """Return the step after the one under way, to be recorded after it; None where it cannot be planned yet."""

@@ -64,30 +64,31 @@ class FaultFiles:
         self._written = error
         began_s = time.monotonic()
         try:
-            path = self._write(error, scheduler)
+            path, num_plans = self._write(error, scheduler)
         except Exception as failure:            # whatever state the scheduler is in: the error itself is what counts
             log.warning("the steps before a fault cannot be written to %s: %r", self._folder, failure)
             return None
         log.error(
-            "the %d steps before the fault are in %s (%.0f ms); quire replay shows them", len(self._recent.steps), path,
+            "the %d steps before the fault are in %s (%.0f ms); quire replay shows them", num_plans, path,
             (time.monotonic() - began_s) * 1e3,
         )  # fmt: skip
         return path
 
-    def _write(self, error: BaseException, scheduler: Scheduler) -> Path:
+    def _write(self, error: BaseException, scheduler: Scheduler) -> tuple[Path, int]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = self._folder.lstat()
         if self._is_own and (facts.st_uid != os.geteuid() or facts.st_mode & 0o022):
             raise PermissionError("other users can write to it, or have made it")
-        fault = Fault(_where(error), self._recent.num_steps - len(self._recent.steps) + 1, _requests(scheduler))
-        events = [encode_event(self._start), encode_event(fault), *self._recent.steps, encode_event(Closed("a fault"))]
+        plans, num_plans, num_before = self._recent.events()
+        fault = Fault(_where(error), num_before + 1, _requests(scheduler))
+        events = encode_event(self._start), encode_event(fault), plans, encode_event(Closed("a fault"))
         name = f"fault-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{os.getpid()}.quirelog"
         with os.fdopen(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(head() + chunk(events))
+            file.write(head() + chunk(events, 3 + num_plans))
         for old in sorted(self._folder.glob("fault-*.quirelog"))[:-MAX_FAULT_FILES]:
             with suppress(FileNotFoundError):   # another engine removes it, too
                 old.unlink()
-        return self._folder / name
+        return self._folder / name, num_plans
 
 
 def encode_whole(now_s: float, plan: StepPlan) -> bytes:

@@ -7,7 +7,7 @@ length, the BLAKE2b digest of what follows, and that many compressed bytes with 
 
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from struct import Struct as Layout
@@ -20,7 +20,7 @@ from msgspec import Struct
 from quire.core.config import CacheConfig, SchedulerConfig
 from quire.core.deltas import WaitReason
 from quire.core.errors import EngineError
-from quire.core.plan import NewRow, StepPlan, StepResult
+from quire.core.plan import MeasuredRates, NewRow, StepPlan
 from quire.core.version import __version__
 from quire.engine.options import EngineOptions
 
@@ -108,14 +108,16 @@ class PlanChecked(Struct, tag="checked", array_like=True, frozen=True):
 
 
 class Returned(Struct, tag="returned", array_like=True, frozen=True):
-    """A step was over: `Updated` on its way to a recorder.
+    """Steps were planned and are over: a `PlanChecked` and an `Updated` of each, on their way to a recorder.
 
-    `now_s`: behind the `PlanChecked` with it and `blocks`, one event being half the work of two; None: that was sent.
+    `times`: `now_s` of each. `blocks`, `token_ids`: new blocks and tokens, step after step; the recorder's own plans
+    have their numbers. `measured`: MeasuredRates, step_s and step_ratio, from the step of a place up to the next place.
     """
 
-    result: StepResult
-    now_s: float | None = None
-    blocks: list[int] = []
+    times: list[float]
+    blocks: list[int]
+    token_ids: list[int]
+    measured: list[tuple[int, MeasuredRates, float | None, float | None]]
 
 
 class RolledBack(Struct, tag="rolled_back", array_like=True, frozen=True):
@@ -180,7 +182,7 @@ class Closed(Struct, tag="closed", array_like=True, frozen=True):
 
 _Call = Added | RequestEnded | RolledBack | Requeued | Held
 Event = RecordStart | Planned | Updated | Resumed | Fault | Repeated | Closed | _Call
-Sent = PlanChecked | Returned | _Call           # what an engine sends to its recorder
+Sent = PlanChecked | Returned | Updated | _Call     # what an engine sends to its recorder
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -256,11 +258,10 @@ def head() -> bytes:
     return _HEAD.pack(MAGIC, FORMAT)
 
 
-def chunk(events: Iterable[bytes]) -> bytes:
-    """Return a chunk of encoded events."""
-    encoded = list(events)
-    count = len(encoded)
-    packed = zlib.compress(b"\xdd" + count.to_bytes(4, "big") + b"".join(encoded), 1)  # a list of msgpack
+def chunk(events: Collection[bytes], num_events: int | None = None) -> bytes:
+    """Return a chunk of encoded events, some of which may be many: then `num_events` is their number."""
+    count = len(events) if num_events is None else num_events
+    packed = zlib.compress(b"\xdd" + count.to_bytes(4, "big") + b"".join(events), 1)   # a list of msgpack
     return _CHUNK.pack(len(packed), _digest(packed)) + packed
 
 

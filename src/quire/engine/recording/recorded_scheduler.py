@@ -22,9 +22,9 @@ from quire.core.deltas import SequenceDelta, WaitReason
 from quire.core.errors import ConfigError
 from quire.core.frames import LENGTH_BYTES, frame
 from quire.core.options import parse_bytes
-from quire.core.plan import StepPlan, StepResult
+from quire.core.plan import UNMEASURED, StepPlan, StepResult, encode
 from quire.core.pooling import BeamTask
-from quire.core.sequence import Request
+from quire.core.sequence import Request, Sequence
 from quire.engine.launcher import STOP_TIMEOUT_S, start_module, wait_or_kill
 from quire.engine.messages import add_message
 from quire.engine.options import EngineOptions
@@ -38,6 +38,7 @@ from quire.engine.recording.record import (
     Returned,
     RolledBack,
     Sent,
+    Updated,
     encode_event,
     encode_into,
     record_start,
@@ -48,6 +49,7 @@ from quire.scheduling.waiting_lines import Lack
 
 log = logging.getLogger(__name__)
 
+_update = Scheduler.update      # super() takes longer
 
 _SENT_BYTES, _SENT_S = 1 << 16, 0.1  # events are sent together, so many bytes or seconds of them
 _BATCH_HEAD = Layout(">IBI")    # head of a frame with a list of msgpack
@@ -71,6 +73,10 @@ class RecordedScheduler(Scheduler):
     Most plans decode the sequences of the plan before once more, from the next position on, and are told as their new
     blocks, together with their results. Those that change rows, and every 64th, are told as wholes. A decision that
     differs is in the state of a scheduler, so it shows in the plans behind it, too.
+
+    Such steps are kept as numbers, 63 at most, and encoded together: in each step the encoder's code would have to come
+    into the CPU's caches again. Plans and results are not kept: their lists would not be in the caches any more when
+    they are freed.
     """
 
     def __init__(
@@ -79,10 +85,11 @@ class RecordedScheduler(Scheduler):
     ) -> None:  # fmt: skip
         self.sink = sink
         self._batch, self._num_events = bytearray(_BATCH_HEAD.size), 0
-        self._now_s = self._due_s = 0.0                           # when the last step was planned; when to send next
+        self._steps = Returned([], [], [], [])                    # that are not encoded yet
+        self._rates = UNMEASURED                                  # of the last of them
+        self._due_s = 0.0                                         # when to send next
         self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step that is being planned
-        self._num_left = _WHOLE_EVERY                             # plans until the next one that is told as a whole
-        self._untold: list[int] | None = None                     # new blocks of a plan that is told with its result
+        self._num_left = _WHOLE_EVERY                             # kept steps that make the next plan a whole one
 
         def asked(request: Request) -> Lack | None:
             lack = unprepared(request)
@@ -91,6 +98,7 @@ class RecordedScheduler(Scheduler):
             return lack
 
         super().__init__(config, cache, unprepared=asked)
+        self._told = self.step.plan.table_blocks                  # of the last plan that was told, which it identifies
 
     def close(self) -> None:
         """Send what is left, and end the record."""
@@ -99,19 +107,45 @@ class RecordedScheduler(Scheduler):
 
     def _tell(self, event: Sent) -> None:
         """Put an event behind the plan that has no result yet."""
-        if self._untold is not None:
-            planned, self._untold = PlanChecked(self._now_s, self._untold), None
-            self._put(planned)
+        self._tell_plan()
         self._put(event)
 
+    def _tell_plan(self) -> None:
+        """Put the plan of the last step, if it was not told, behind the steps that are kept."""
+        step, plan = self.step, self.step.plan
+        if plan.table_blocks is self._told:
+            return
+        self._told = plan.table_blocks
+        check: int | list[int] | None = None            # the planning has failed
+        if step.is_planned:
+            is_plain = plan.rows and len(self._steps.times) < self._num_left and not self._lacks
+            check = plan.table_blocks if is_plain and not _changes_rows(plan) else whole_check(plan)
+        lacks, self._lacks = self._lacks, []
+        self._put(PlanChecked(step.now_s, check, lacks))
+        if isinstance(check, int):
+            self._num_left = _WHOLE_EVERY
+
     def _put(self, event: Sent) -> None:
+        """Encode the steps that are kept, and an event."""
+        self._put_steps()
         encode_into(event, self._batch, -1)
         self._num_events += 1
+        self._num_left -= 1
         if len(self._batch) >= _SENT_BYTES:
             self._send()
 
+    def _put_steps(self) -> None:
+        """Encode the steps that are kept."""
+        steps = self._steps
+        if num_steps := len(steps.times):
+            encode_into(steps, self._batch, -1)
+            self._num_events += 1
+            self._num_left -= num_steps
+            self._steps, self._rates = Returned([], [], [], []), UNMEASURED
+
     def _send(self) -> None:
         """Send what was told."""
+        self._put_steps()
         batch, self._batch = self._batch, bytearray(_BATCH_HEAD.size)
         _BATCH_HEAD.pack_into(batch, 0, len(batch) - LENGTH_BYTES, _LIST, self._num_events)
         self.sink.send(batch if self._num_events else b"")
@@ -137,52 +171,43 @@ class RecordedScheduler(Scheduler):
             self._tell(RequestEnded(request_id, index))
         return is_known
 
-    # These three are called in each step: a method of the class above is called by its name, as super() takes longer,
-    # and their work is done in them, as a call of another object's method costs more than encoding 16 tokens.
-
-    def schedule(self, now_s: float = 0.0) -> StepPlan:
-        """Plan the next step, as `Scheduler.schedule`."""
-        assert self._untold is None, "a step without a result or a rollback"
-        try:
-            plan = Scheduler.schedule(self, now_s)
-        except BaseException:
-            self._tell(PlanChecked(now_s, None, self._lacks))
-            self._lacks = []
-            raise
-        self._now_s = now_s
-        self._num_left -= 1
-        if self._num_left and plan.rows and not (
-            plan.new_rows or plan.copies or plan.row_forks or plan.swap_outs or self._lacks
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        """Record a step, as `Scheduler.update`. Called in each step, so most of them take no other call."""
+        now_s, blocks, steps = self.step.now_s, plan.table_blocks, self._steps
+        if (
+            result.logprobs is not None or result.rows or result.failures or result.prompt_logprobs or result.swap_s
+            or plan.new_rows or plan.copies or plan.row_forks or plan.swap_outs
+            or self._lacks or blocks is self._told or len(steps.times) >= self._num_left
         ):  # fmt: skip
-            self._untold = plan.table_blocks
+            self._tell(Updated(msgspec.Raw(encode(_planned_by(result, self.queues.running)))))
         else:
-            self._num_left = _WHOLE_EVERY
-            self._tell(PlanChecked(now_s, whole_check(plan), self._lacks))
-            self._lacks = []
-        return plan
+            self._told = blocks
+            if result.rates is not self._rates:
+                self._rates = result.rates
+                steps.measured.append((len(steps.times), result.rates, result.step_s, result.step_ratio))
+            steps.times.append(now_s)
+            steps.blocks.extend(blocks)
+            steps.token_ids.extend(result.token_ids)
+        if now_s >= self._due_s:
+            self._due_s = now_s + _SENT_S
+            self._send()
+        return _update(self, plan, result)
+
+    def _finish(self, request: Request, sequence: Sequence, *, is_whole: bool = True) -> None:
+        super()._finish(request, sequence, is_whole=is_whole)
+        if not self.queues.requests:
+            self._send()
 
     def schedule_next(self) -> StepPlan | None:
         """Plan the step after the one under way, as `Scheduler.schedule_next`."""
-        plan = Scheduler.schedule_next(self)
+        plan = super().schedule_next()
         self._tell(PlanChecked(None, None if plan is None else plan.table_blocks))
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
-        """Record a step, as `Scheduler.update`."""
-        told = result
-        if result.prompt_logprobs or result.failures or result.logprobs is not None:
-            told = _planned_by(result, self.queues.running)
-        now_s, blocks = self._now_s, self._untold
-        encode_into(Returned(told) if blocks is None else Returned(told, now_s, blocks), self._batch, -1)
-        self._untold = None
-        self._num_events += 1
-        if now_s >= self._due_s or len(self._batch) >= _SENT_BYTES:
-            self._due_s = now_s + _SENT_S
-            self._send()
-        deltas = Scheduler.update(self, plan, result)
-        if not self.queues.requests:
-            self._send()
-        return deltas
+    def _check_idle(self) -> None:
+        super()._check_idle()
+        self.step.is_planned = True
+        self._tell_plan()
 
     def roll_back(self) -> list[int]:
         """Roll back a failed step, as `Scheduler.roll_back`."""
@@ -204,6 +229,10 @@ class RecordedScheduler(Scheduler):
         """Let all requests take part in steps, as `Scheduler.release_all`."""
         super().release_all()
         self._tell(Held(None))
+
+
+def _changes_rows(plan: StepPlan) -> bool:
+    return bool(plan.new_rows or plan.copies or plan.row_forks or plan.swap_outs)
 
 
 def _planned_by(result: StepResult, running: Iterable[Request]) -> StepResult:

@@ -9,14 +9,16 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from quire.core.frames import read_frame
-from quire.core.plan import encode
+from quire.core.plan import UNMEASURED, MeasuredRates, StepResult, decode_result, encode
 from quire.engine.messages import AddRequest, add_message, decode_command
 from quire.engine.recording.record import (
     Added,
@@ -74,23 +76,18 @@ class Recorder:
 
     def put(self, event: Sent) -> None:
         """Take the next event."""
-        if isinstance(event, Returned) and event.now_s is not None:
-            self._put(PlanChecked(event.now_s, event.blocks))
-        self._put(event)
-
-    def _put(self, event: Sent) -> None:
         if self.is_over:
             return
         try:
-            if isinstance(event, PlanChecked):
-                sealed: Event = self._replay.check(event)
-            else:
-                sealed = self._sealed(event)
-                self._replay.apply(sealed)
+            for sealed in self._sealed(event):
+                self._put(sealed)
         except DifferenceError as difference:
             self.close(f"step {difference.step} could not be repeated: {difference.why or 'another plan'}")
+
+    def _put(self, event: Event) -> None:
+        if self.is_over:
             return
-        encoded = encode_event(sealed)
+        encoded = encode_event(event)
         self._events.append(encoded)
         self._num_pending += len(encoded)
         if isinstance(event, RolledBack):
@@ -151,15 +148,37 @@ class Recorder:
         self._file.flush()
         self._num_bytes += len(content)
 
-    def _sealed(self, event: Returned | Event) -> Event:
-        if isinstance(event, Added):
-            added = decode_command(event.request)
-            assert isinstance(added, AddRequest), f"a request, not {added}"
-            sealed = self._sealer.request(added.request)
-            return Added(event.arrived_s, msgspec.Raw(encode_event(add_message(sealed))))
+    def _sealed(self, event: Sent) -> Iterator[Event]:
+        """Replay an event; yield what the file has of it."""
         if isinstance(event, Returned):
-            return Updated(msgspec.Raw(encode(self._sealer.result(event.result))))
-        return event
+            yield from self._steps(event)
+        elif isinstance(event, PlanChecked):
+            yield self._replay.check(event)
+        elif isinstance(event, Updated):
+            yield self._result(decode_result(event.result))
+        else:
+            if isinstance(event, Added):
+                added = decode_command(event.request)
+                assert isinstance(added, AddRequest), f"a request, not {added}"
+                sealed = self._sealer.request(added.request)
+                event = Added(event.arrived_s, msgspec.Raw(encode_event(add_message(sealed))))
+            self._replay.apply(event)
+            yield event
+
+    def _steps(self, steps: Returned) -> Iterator[Event]:
+        blocks, token_ids = iter(steps.blocks), iter(steps.token_ids)
+        measured = {place: (rates, step_s, step_ratio) for place, rates, step_s, step_ratio in steps.measured}
+        latest: tuple[MeasuredRates, float | None, float | None] = UNMEASURED, None, None
+        for place, now_s in enumerate(steps.times):
+            yield self._replay.check_blocks(now_s, blocks)
+            rates, step_s, step_ratio = latest = measured.get(place, latest)
+            tokens = list(islice(token_ids, len(self._replay.scheduler.step.sampled)))
+            yield self._result(StepResult(tokens, rates=rates, step_s=step_s, step_ratio=step_ratio))
+
+    def _result(self, result: StepResult) -> Updated:
+        sealed = Updated(msgspec.Raw(encode(self._sealer.result(result))))
+        self._replay.apply(sealed)
+        return sealed
 
 
 def main() -> None:

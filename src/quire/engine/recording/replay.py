@@ -1,6 +1,7 @@
 """Replay of a record: its calls on a scheduler of its own, which must make the plans of the record."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from quire.core.deltas import SequenceDelta, WaitReason
 from quire.core.plan import StepPlan, decode_result
@@ -117,6 +118,13 @@ class RecordReplay:
         if event.check != (plan and (whole_check(plan) if isinstance(event.check, int) else plan.table_blocks)):
             raise DifferenceError(self.num_steps, None, self.plan, "another plan, or one shortly before")
         return Planned(event.now_s, self.plan, event.lacks)
+
+    def check_blocks(self, now_s: float, blocks: Iterator[int]) -> Planned:
+        """Plan a step, and take its new blocks, as `check`."""
+        plan = self._plan(now_s, (), b"")
+        if plan is None or plan.table_blocks != list(islice(blocks, len(plan.table_blocks))):
+            raise DifferenceError(self.num_steps, None, self.plan, "another plan, or one shortly before")
+        return Planned(now_s, self.plan)
 
     def _plan(
         self, now_s: float | None, lacks: Iterable[tuple[int, WaitReason, bool]], recorded: bytes | None
