@@ -29,6 +29,32 @@ def test_one_token_is_passed_whatever_strides_its_axes_have(ranks: list[NetworkR
         list(threads.map(NetworkRanks.close, ranks))
 
 
+class Late:
+    """A collective that is completed, or fails, just after the first wait for it has ended without it."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails, self._num_waits = fails, 0
+
+    def wait(self, _: object) -> None:
+        self._num_waits += 1
+        if self._num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self._fails:
+            raise RuntimeError("Connection closed by peer")
+
+    def is_completed(self) -> bool:
+        return self._num_waits > 0
+
+
+def test_collective_that_is_completed_as_a_wait_ends_has_not_failed(ranks: list[NetworkRanks]) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(NetworkRanks.reset, ranks))
+        ranks[0]._run(lambda group: Late(fails=False))  # type: ignore[arg-type, return-value]
+        with pytest.raises(InterruptedExchangeError, match="Connection closed by peer"):
+            ranks[0]._run(lambda group: Late(fails=True))  # type: ignore[arg-type, return-value]
+        list(threads.map(NetworkRanks.close, ranks))
+
+
 def test_rank_whose_collective_cannot_begin_ends_that_of_the_others(ranks: list[NetworkRanks]) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("no collective")

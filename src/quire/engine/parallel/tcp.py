@@ -183,15 +183,17 @@ class NetworkRanks:
         except RuntimeError as error:
             del group
             raise self._broken(error) from error
+        is_over = False
         while True:
             try:
                 work.wait(POLL)
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if is_over:
                     del group, work
                     raise self._broken(error) from error
-            if self._is_interrupted.is_set():
+                is_over = work.is_completed()  # perhaps only since this wait has ended: the next one says how
+            if self._is_interrupted.is_set() and not is_over:
                 # A thread of gloo's still waits, for a rank that is stopped; freeing the group would wait for it.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 self._drop()
