@@ -5,7 +5,7 @@ the response, in a thread of the server's own, from numbers and names alone: no 
 stages of a call follow one another without gaps, so their durations add up to the call's.
 
 Spans are encoded here, field by field: through the SDK's objects the 8 spans of a call take 0.3 ms of the interpreter
-that serves all streams, so 0.04 ms. The sampler and the attributes of the resource are the SDK's, with its variables of
+that serves all streams, so 0.02 ms. The sampler and the attributes of the resource are the SDK's, with its variables of
 the environment. A batch that the endpoint does not take is dropped and counted, and the next one waits for a moment.
 """
 
@@ -19,9 +19,10 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from quire.core.outputs import Preemption, RequestMetrics
@@ -49,13 +50,12 @@ _OPERATIONS = {"chatcmpl": "chat", "msg": "chat", "resp": "chat", "cmpl": "text_
 # Fields of opentelemetry/proto/trace/v1/trace.proto and common.proto; the first byte is number << 3 | wire type.
 
 _DOUBLE = struct.Struct("<d")
-_IDS = struct.Struct("<2s16s2s8s")
-_TIMES = struct.Struct("<BQBQ")
+_PARENT = struct.Struct("<BBQ")
+_SPAN = struct.Struct("<BBQBQBQ")       # id, begin, end
 _EVENT = struct.Struct("<BQ")
 
 Value = str | int | float | tuple[str, ...]
 Attributes = Mapping[str, Value | None]
-_NONE: Attributes = {}
 
 
 def _varint(number: int) -> bytes:
@@ -116,25 +116,6 @@ def _float_head(tag: int, name: str) -> bytes:
 # --- spans of a call ------------------------------------------------------------------------------------------------
 
 
-class Event(NamedTuple):
-    """Something that happened within a span. Seconds of the monotonic clock."""
-
-    name: str
-    at_s: float
-    attributes: Attributes = _NONE
-
-
-class Span(NamedTuple):
-    """A stage of a call. Seconds of the monotonic clock."""
-
-    name: str
-    begin_s: float
-    end_s: float
-    attributes: Attributes = _NONE
-    events: Sequence[Event] = ()
-    children: Sequence["Span"] = ()
-
-
 class TraceContext(NamedTuple):
     """The trace of a call, and the span of its caller, if there is one."""
 
@@ -158,7 +139,7 @@ class CallTrace:
     ended_s: float = 0.0
     status: int | None = None                 # None: the client disconnected before a response
     record: "RequestRecord | None" = None     # the log line's, once the call has ended
-    parameters: Attributes = field(default_factory=dict)
+    parameters: "_Parameters | None" = None
     prompts: Sequence[tuple[RequestMetrics, int]] = ()  # engine requests, and the tokens of their prompts
 
     @classmethod
@@ -185,66 +166,67 @@ class CallTrace:
             (each, len(prepared.prompt.token_ids)) for each, prepared in zip(metrics, call.requests, strict=True)
         ]
         params = call.checked.params
-        self.parameters = {
-            "gen_ai.request.model": call.model,
-            "gen_ai.request.max_tokens": params.max_tokens,
-            "gen_ai.request.temperature": float(params.temperature),
-            "gen_ai.request.top_p": float(params.top_p),
-            "gen_ai.request.n": params.n,
-            "gen_ai.request.choice.count": params.n if params.n > 1 else None,
-        }
+        self.parameters = _Parameters(
+            call.model, params.max_tokens, float(params.temperature), float(params.top_p), params.n
+        )
 
-    def span(self) -> Span:
-        """Return the span of the call with those of its stages."""
-        children = [*self._stages()] if self.prompts else []
-        attributes = {**self.parameters, **self._results(), **self._latencies()}
-        return Span("llm_request", self.started_s, self.ended_s, attributes, (), children)
+    def add_to(self, spans: "_CallSpans") -> None:
+        """Add the spans of the stages, and then that of the call."""
+        span_id = spans.next_id()
+        if self.prompts:
+            self._add_stages(_Stages(spans, span_id, self.started_s, self.ended_s))
+        head = spans.root + (_FAILED if self.has_failed else b"")
+        spans.add(head, span_id, "llm_request", self.started_s, self.ended_s, self._attributes())
 
-    def _stages(self) -> Iterator[Span]:
-        """Yield the stages in order; each begins when the one before it ends."""
-        clock = _Clock(self.started_s, self.ended_s)
-        received = () if self.received_s is None else (Event("received", self.received_s),)
-        yield clock.span("body", self.checked_s, events=received)
+    def _add_stages(self, stages: "_Stages") -> None:
+        """Add the stages in order; each begins when the one before it ends."""
+        spans = stages.spans
+        stages.add("body", self.checked_s, b"" if self.received_s is None else spans.event("received", self.received_s))
         if self.grammar_s is not None:
-            yield clock.span("grammar", self.grammar_s)
+            stages.add("grammar", self.grammar_s)
         if self.rendered_s is not None:
-            yield clock.span("template", self.rendered_s)
-        yield clock.span("tokenize", self.tokenized_s)
-        last_s = max((each.finished_s or self.ended_s for each, _ in self.prompts), default=self.ended_s)
+            stages.add("template", self.rendered_s)
+        stages.add("tokenize", self.tokenized_s)
         if len(self.prompts) == 1:
-            yield from _engine_stages(*self.prompts[0], clock)
+            _add_engine_stages(*self.prompts[0], stages)
         else:
-            queued_s = clock.now_s
-            for number, (metrics, num_tokens) in enumerate(self.prompts[:MAX_PROMPTS]):
-                own = _Clock(queued_s, metrics.finished_s or self.ended_s)
-                stages = [*_engine_stages(metrics, num_tokens, own)]
-                yield Span("prompt", queued_s, own.end_s, {"quire.prompt.index": number}, (), stages)
-            clock.now_s = min(max(last_s, queued_s), self.ended_s)
-        if clock.now_s < self.ended_s:
-            yield clock.span("detokenize_and_send", self.ended_s)
+            self._add_prompts(stages)
+        if stages.now_s < self.ended_s:
+            stages.add("detokenize_and_send", self.ended_s)
 
-    def _results(self) -> Attributes:
+    def _add_prompts(self, stages: "_Stages") -> None:
+        """Add a span of each prompt, with its stages in the engine; the next stage begins after the last one's end."""
+        spans, queued_s = stages.spans, stages.now_s
+        for number, (metrics, num_tokens) in enumerate(self.prompts[:MAX_PROMPTS]):
+            span_id = spans.next_id()
+            own = _Stages(spans, span_id, queued_s, metrics.finished_s or self.ended_s)
+            spans.add(
+                stages.within, span_id, "prompt", queued_s, own.end_s, _attribute(0x4A, "quire.prompt.index", number)
+            )
+            _add_engine_stages(metrics, num_tokens, own)
+        last_s = max((each.finished_s or self.ended_s for each, _ in self.prompts), default=self.ended_s)
+        stages.now_s = min(max(last_s, queued_s), self.ended_s)
+
+    def _attributes(self) -> bytes:
         """Return what the log line says, under the names of vLLM and of the semantic conventions."""
-        record, is_gone = self.record, self.status is None
+        record = self.record
         assert record is not None, "the call has ended"
-        return {
-            "gen_ai.provider.name": "quire",
-            "gen_ai.operation.name": _OPERATIONS.get((record.request_id or "").partition("-")[0].partition("_")[0]),
-            "gen_ai.request.id": record.request_id,
-            "gen_ai.response.id": record.request_id,
-            "gen_ai.response.model": record.model,
-            "gen_ai.response.finish_reasons": tuple(record.finish_reasons or ()) or None,
+        request_id, reasons = record.request_id or "", tuple(record.finish_reasons or ())
+        operation = _OPERATIONS.get(request_id.partition("-")[0].partition("_")[0])
+        encoded = _usual_attributes(self.parameters, operation, record.model, reasons, self.status, self.path)
+        if request_id:
+            value = _field(0x12, _value(request_id))
+            for name in ("gen_ai.request.id", "gen_ai.response.id"):
+                encoded += _field(0x4A, _name(0x0A, name) + value)
+        encoded += _attributes(0x4A, {
             "gen_ai.usage.prompt_tokens": record.prompt_tokens,
             "gen_ai.usage.input_tokens": record.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
             "gen_ai.usage.completion_tokens": record.output_tokens,
             "gen_ai.usage.output_tokens": record.output_tokens,
-            "http.request.method": "POST",
-            "http.response.status_code": self.status,
-            "url.path": self.path,
-            "error.type": "client_disconnected" if is_gone else str(self.status) if self.has_failed else None,
             "quire.preemptions": record.preemptions,
-        }
+        })  # fmt: skip
+        return encoded + _attributes(0x4A, self._latencies())
 
     @property
     def has_failed(self) -> bool:
@@ -268,107 +250,144 @@ class CallTrace:
         return found
 
 
-class _Clock:
-    """The end of the last stage; a stage that was not left lasts until the end."""
+class _Parameters(NamedTuple):
+    """Parameters of a call that its span has."""
 
-    def __init__(self, now_s: float, end_s: float) -> None:
-        self.now_s, self.end_s = now_s, max(now_s, end_s)
-
-    def span(
-        self, name: str, until_s: float | None, attributes: Attributes = _NONE,
-        events: Sequence[Event] = (), preemptions: Iterable[Preemption] = (),
-    ) -> Span:  # fmt: skip
-        """Return the stage from now until then, and go there."""
-        begin_s, end_s = self.now_s, self.end_s
-        if until_s is not None and until_s < end_s:
-            end_s = until_s if until_s > begin_s else begin_s
-        self.now_s = end_s
-        children = [_preempted(each, end_s) for each in preemptions if begin_s <= each.preempted_s < end_s]
-        return Span(name, begin_s, end_s, attributes, events, children)
+    model: str
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    n: int
 
 
-def _engine_stages(metrics: RequestMetrics, num_tokens: int, clock: _Clock) -> Iterator[Span]:
-    """Yield the stages of an engine request, up to its last token."""
-    waits = _waits(metrics.waited_steps, clock.now_s)
-    yield clock.span("queue", metrics.first_scheduled_s or metrics.finished_s, events=waits)
-    if metrics.first_scheduled_s is None:
-        return
-    cached = {"quire.prompt.tokens": num_tokens, "quire.prompt.cached_tokens": metrics.num_cached_tokens}
-    until_s = metrics.first_token_s or metrics.finished_s
-    yield clock.span("prefill", until_s, cached, [*_chunks(metrics, clock)], metrics.preemptions)
-    if metrics.first_token_s is None:
-        return
-    drafts = _NONE
-    if metrics.num_draft_tokens:
-        num_accepted = metrics.num_accepted_tokens
-        drafts = {"quire.drafts.tokens": metrics.num_draft_tokens, "quire.drafts.accepted_tokens": num_accepted}
-    yield clock.span("decode", metrics.finished_s, drafts, preemptions=metrics.preemptions)
-
-
-def _chunks(metrics: RequestMetrics, clock: _Clock) -> Iterator[Event]:
-    """Yield an event at the end of each step that computed a part of the prompt, but the last one: the span's end."""
-    num_before = metrics.num_cached_tokens
-    for ended_s, num_computed in metrics.chunks:
-        tokens = {"quire.chunk.tokens": max(0, num_computed - num_before), "quire.chunk.computed_tokens": num_computed}
-        yield Event("chunk", min(max(ended_s, clock.now_s), clock.end_s), tokens)
-        num_before = num_computed
-
-
-def _waits(waited_steps: Mapping[str, int], at_s: float) -> list[Event]:
-    """Return an event for each reason that a request waited for; they share the time at which it began to wait."""
-    return [
-        Event("wait", at_s, {"quire.wait.reason": reason, "quire.wait.steps": count})
-        for reason, count in waited_steps.items()
-    ]
-
-
-def _preempted(preemption: Preemption, end_s: float) -> Span:
-    mode = "swap" if preemption.num_swapped_blocks else "recompute"
-    attributes: dict[str, Value] = {
-        "quire.preemption.mode": mode,
-        "quire.preemption.recomputed_tokens": preemption.num_recomputed_tokens,
-        "quire.preemption.swapped_blocks": preemption.num_swapped_blocks,
-    }
-    events = _waits(preemption.waited_steps, preemption.preempted_s)
-    if preemption.returned_s is not None:
-        events.append(Event("returned", preemption.returned_s))
-    until_s = end_s if preemption.recovered_s is None else min(preemption.recovered_s, end_s)
-    return Span("preempted", preemption.preempted_s, until_s, attributes, events)
+@lru_cache(1 << 10)                 # most calls are like others in these
+def _usual_attributes(
+    parameters: _Parameters | None, operation: str | None, model: str | None, finish_reasons: tuple[str, ...],
+    status: int | None, path: str,
+) -> bytes:  # fmt: skip
+    found: dict[str, Value | None] = {}
+    if parameters is not None:
+        found = {f"gen_ai.request.{name}": value for name, value in parameters._asdict().items()}
+        found["gen_ai.request.choice.count"] = parameters.n if parameters.n > 1 else None
+    return _attributes(0x4A, found | {
+        "gen_ai.provider.name": "quire",
+        "gen_ai.operation.name": operation,
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": finish_reasons or None,
+        "http.request.method": "POST",
+        "http.response.status_code": status,
+        "url.path": path,
+        "error.type": "client_disconnected" if status is None else str(status) if status >= 500 else None,
+    })  # fmt: skip
 
 
 _SERVER, _INTERNAL = b"\x30\x02", b"\x30\x01"   # kinds of spans
 _FAILED = b"\x7a\x02\x18\x02"                   # the status of a span
 
 
-class _Encoder:
-    """Encodes the spans of one call as fields of ScopeSpans, with times of the wall clock."""
+class _CallSpans:
+    """Spans of one call, as fields of ScopeSpans with times of the wall clock. Their ids follow one another.
+
+    `root`: the first fields of the call's own span.
+    """
 
     def __init__(self, context: TraceContext, epoch_ns: int) -> None:
-        self.num_spans, self._context, self._epoch_ns = 0, context, epoch_ns
-        self._first_id = int.from_bytes(os.urandom(8)) >> 1     # the spans' ids follow one another
+        self.fields = list[bytes]()
+        self._epoch_ns, self._trace = epoch_ns, b"\x0a\x10" + context.trace_id + context.state
+        self._last_id = int.from_bytes(os.urandom(8)) >> 1
+        self.root = self._trace + (b"\x22\x08" + context.parent_id if context.parent_id else b"") + _SERVER
 
-    def encode(self, call: CallTrace) -> bytes:
-        """Return the fields of all spans."""
-        parent_id = self._context.parent_id
-        parent = b"\x22\x08" + parent_id if parent_id else b""
-        return self._spans(call.span(), parent, _SERVER + (_FAILED if call.has_failed else b""))
+    def next_id(self) -> int:
+        """Return the id of another span."""
+        self._last_id += 1
+        return self._last_id
 
-    def _spans(self, span: Span, parent: bytes, more: bytes) -> bytes:
-        self.num_spans += 1
-        context, span_id = self._context, (self._first_id + self.num_spans).to_bytes(8)
-        begin_ns, end_ns = int(span.begin_s * 1e9) + self._epoch_ns, int(span.end_s * 1e9) + self._epoch_ns
-        own = (
-            _IDS.pack(b"\x0a\x10", context.trace_id, b"\x12\x08", span_id) + context.state + parent + more
-            + _name(0x2A, span.name) + _TIMES.pack(0x39, begin_ns, 0x41, end_ns)
-            + _attributes(0x4A, span.attributes)
-        )  # fmt: skip
-        for event in span.events:
-            head = _EVENT.pack(0x09, int(event.at_s * 1e9) + self._epoch_ns) + _name(0x12, event.name)
-            own += _field(0x5A, head + _attributes(0x1A, event.attributes))
-        found = _field(0x12, own)
-        for child in span.children:
-            found += self._spans(child, b"\x22\x08" + span_id, _INTERNAL)
-        return found
+    def within(self, parent_id: int) -> bytes:
+        """Return the first fields of spans within another one."""
+        return self._trace + _PARENT.pack(0x22, 8, parent_id) + _INTERNAL
+
+    def add(self, head: bytes, span_id: int, name: str, begin_s: float, end_s: float, more: bytes) -> None:
+        """Add a span. Times in seconds of the monotonic clock; `more`: its attributes and events."""
+        begin_ns, end_ns = int(begin_s * 1e9) + self._epoch_ns, int(end_s * 1e9) + self._epoch_ns
+        own = _SPAN.pack(0x12, 8, span_id, 0x39, begin_ns, 0x41, end_ns)
+        self.fields.append(_field(0x12, head + own + _name(0x2A, name) + more))
+
+    def event(self, name: str, at_s: float, attributes: Attributes = MappingProxyType({})) -> bytes:
+        """Return the field of something that happened within a span."""
+        at = _EVENT.pack(0x09, int(at_s * 1e9) + self._epoch_ns)
+        return _field(0x5A, at + _name(0x12, name) + _attributes(0x1A, attributes))
+
+
+class _Stages:
+    """Stages within a span, each from the end of the last one; a stage that was not left lasts until the end."""
+
+    def __init__(self, spans: _CallSpans, parent_id: int, now_s: float, end_s: float) -> None:
+        self.spans, self.within = spans, spans.within(parent_id)
+        self.now_s, self.end_s = now_s, max(now_s, end_s)
+
+    def add(
+        self, name: str, until_s: float | None, more: bytes = b"", preemptions: Iterable[Preemption] = ()
+    ) -> None:
+        """Add the stage from now until then, with what has interrupted it, and go there."""
+        begin_s, end_s, span_id = self.now_s, self.end_s, self.spans.next_id()
+        if until_s is not None and until_s < end_s:
+            end_s = until_s if until_s > begin_s else begin_s
+        self.now_s = end_s
+        self.spans.add(self.within, span_id, name, begin_s, end_s, more)
+        for each in preemptions:
+            if begin_s <= each.preempted_s < end_s:
+                _add_preempted(self.spans, span_id, each, end_s)
+
+
+def _add_engine_stages(metrics: RequestMetrics, num_tokens: int, stages: _Stages) -> None:
+    """Add the stages of an engine request, up to its last token."""
+    waits = _waits(stages.spans, metrics.waited_steps, stages.now_s)
+    stages.add("queue", metrics.first_scheduled_s or metrics.finished_s, waits)
+    if metrics.first_scheduled_s is None:
+        return
+    prompt = _attribute(0x4A, "quire.prompt.tokens", num_tokens)
+    prompt += _attribute(0x4A, "quire.prompt.cached_tokens", metrics.num_cached_tokens)
+    until_s = metrics.first_token_s or metrics.finished_s
+    stages.add("prefill", until_s, prompt + _chunks(metrics, stages), metrics.preemptions)
+    if metrics.first_token_s is None:
+        return
+    drafts = b""
+    if metrics.num_draft_tokens:
+        drafts = _attribute(0x4A, "quire.drafts.tokens", metrics.num_draft_tokens)
+        drafts += _attribute(0x4A, "quire.drafts.accepted_tokens", metrics.num_accepted_tokens)
+    stages.add("decode", metrics.finished_s, drafts, metrics.preemptions)
+
+
+def _chunks(metrics: RequestMetrics, stages: _Stages) -> bytes:
+    """Return an event at the end of each step that computed a part of the prompt, but the last one: the span's end."""
+    num_before, encoded = metrics.num_cached_tokens, b""
+    for ended_s, num_computed in metrics.chunks:
+        tokens = {"quire.chunk.tokens": max(0, num_computed - num_before), "quire.chunk.computed_tokens": num_computed}
+        encoded += stages.spans.event("chunk", min(max(ended_s, stages.now_s), stages.end_s), tokens)
+        num_before = num_computed
+    return encoded
+
+
+def _waits(spans: _CallSpans, waited_steps: Mapping[str, int], at_s: float) -> bytes:
+    """Return an event for each reason that a request waited for; they share the time at which it began to wait."""
+    encoded = b""
+    for reason, count in waited_steps.items():
+        encoded += spans.event("wait", at_s, {"quire.wait.reason": reason, "quire.wait.steps": count})
+    return encoded
+
+
+def _add_preempted(spans: _CallSpans, parent_id: int, preemption: Preemption, end_s: float) -> None:
+    """Add the time from a preemption on until the tokens of then were computed again."""
+    more = _attributes(0x4A, {
+        "quire.preemption.mode": "swap" if preemption.num_swapped_blocks else "recompute",
+        "quire.preemption.recomputed_tokens": preemption.num_recomputed_tokens,
+        "quire.preemption.swapped_blocks": preemption.num_swapped_blocks,
+    })  # fmt: skip
+    more += _waits(spans, preemption.waited_steps, preemption.preempted_s)
+    if preemption.returned_s is not None:
+        more += spans.event("returned", preemption.returned_s)
+    until_s = end_s if preemption.recovered_s is None else min(preemption.recovered_s, end_s)
+    spans.add(spans.within(parent_id), spans.next_id(), "preempted", preemption.preempted_s, until_s, more)
 
 
 # --- sending --------------------------------------------------------------------------------------------------------
@@ -483,14 +502,14 @@ class Traces:
 
     def _encoded(self, calls: Iterable[CallTrace]) -> tuple[bytes, int]:
         """Return the spans of the calls that are sampled, and their number."""
-        epoch_ns, encoded, num_spans = time.time_ns() - time.monotonic_ns(), [], 0
+        epoch_ns, fields = time.time_ns() - time.monotonic_ns(), list[bytes]()
         for call in calls:
             context = self._sampling.context(call)
             if context is not None:
-                encoder = _Encoder(context, epoch_ns)
-                encoded.append(encoder.encode(call))
-                num_spans += encoder.num_spans
-        return b"".join(encoded), num_spans
+                spans = _CallSpans(context, epoch_ns)
+                call.add_to(spans)
+                fields += spans.fields
+        return b"".join(fields), len(fields)
 
 
 class _SpanSender:
