@@ -9,6 +9,7 @@ in between. What traces add is the difference of two servers in one round.
 """
 
 import asyncio
+import json
 import random
 import statistics
 import sys
@@ -106,6 +107,7 @@ def main(
 ) -> None:
     """Measure and print."""
     rng, collector = random.Random(0), Collector()
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         engines = list[Server]()
         for spec in servers(model, vllm, collector.url):
@@ -116,7 +118,7 @@ def main(
         begun = {engine.title: list[int]() for engine in engines}
         for number in range(rounds + 2):    # the first warms up; the last tells where the one before has ended
             fixed = {"model": str(model), "max_tokens": ANSWER, "temperature": 0.0, "ignore_eos": True}
-            prompts = [[rng.randrange(300, 30_000) for _ in range(PROMPT)] for _ in range(requests)]
+            prompts = [[rng.randrange(300, vocab_size) for _ in range(PROMPT)] for _ in range(requests)]
             bodies = [fixed | {"prompt": prompt} for prompt in prompts]
             for engine in engines if number % 2 else engines[::-1]:
                 begun[engine.title].append(cpu_ns(engine))
