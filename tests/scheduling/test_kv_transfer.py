@@ -536,6 +536,19 @@ def test_states_of_leases_give_way_to_running_sequences() -> None:
         assert consumer.net.arrivals.failures["refused"] == 1
 
 
+def test_abort_of_a_request_that_has_ended_leaves_its_ticket_the_state() -> None:
+    """A client that leaves as its prompt is computed: the abort comes after the end."""
+    with kv_pair(num_state_slots=4, num_blocks=80) as (producer, consumer):
+        request = producer.compute(PROMPT, TICKET)
+        assert not producer.harness.scheduler.abort(request.request_id)
+        for number in range(8):                         # snapshots of others are in all slots but the ticket's
+            producer.harness.add([number] * 22, max_tokens=1, ignore_eos=True)
+        while producer.harness.scheduler.has_requests:
+            producer.harness.step()
+        assert consumer.ask(PROMPT, TICKET).num_peer_tokens == 20
+        producer.settle()
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_requests_that_have_fetched_a_state_are_preempted_like_others(mode: PreemptionMode) -> None:
     producer = Producer(num_blocks=80, num_state_slots=12)

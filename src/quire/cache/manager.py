@@ -243,9 +243,10 @@ class KVCacheManager:
 
     def unpin(self, pin_id: int) -> bool:
         """Release what a pin keeps, between two steps; False if there is none."""
-        if self.states is not None:
+        is_pin = self.pins.unpin(pin_id)
+        if is_pin and self.states is not None:          # else the id may be that of a lease, which keeps a state, too
             self.states.end_keep(pin_id)
-        return self.pins.unpin(pin_id)
+        return is_pin
 
     def end_step(self) -> None:
         """End the step under way: what it has computed can be found from now on.
