@@ -480,6 +480,11 @@ class LayerSpec:
         return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property
+    def feed_forwards(self) -> "tuple[FeedForward | Experts, ...]":
+        """The feed-forward, and the experts beside it, if there are any."""
+        return tuple(each for each in (self.feed_forward, self.experts_beside) if each is not None)
+
+    @property
     def attention(self) -> Attention | None:
         """The mixer if it is attention."""
         return self.mixer if isinstance(self.mixer, Attention) else None
@@ -602,8 +607,7 @@ class DecoderSpec:
     @property
     def feed_forwards(self) -> tuple[FeedForward | Experts, ...]:
         """The feed-forwards of the layers that have one, and the experts beside them."""
-        found = (each for layer in self.layers for each in (layer.feed_forward, layer.experts_beside))
-        return tuple(each for each in found if each is not None)
+        return tuple(each for layer in self.layers for each in layer.feed_forwards)
 
     def rotary_of(self, attention: Attention) -> Rotary | None:
         """Return the rotary embedding of a layer; None for none."""

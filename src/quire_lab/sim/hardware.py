@@ -9,7 +9,7 @@ collectives are added, and the software's own time. Nothing is executed.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,8 @@ from quire.core.errors import ConfigError
 from quire.core.plan import MeasuredRates, StepPlan
 from quire.model.config import num_layer_weights
 from quire.model.quantization import UNQUANTIZED, Quantization
-from quire.model.sharding import ADDED_BYTES, Mode, Shard, divides_norm
-from quire.model.spec import DecoderSpec
+from quire.model.sharding import ADDED_BYTES, Mode, Shard, divides_norm, has_whole
+from quire.model.spec import DecoderSpec, Experts, LayerSpec, Mamba
 from quire_lab.sim.footprint import DTYPE_BYTES, scheme_bits, stored_kv_bytes_per_token
 
 GIB = 2**30
@@ -142,24 +142,53 @@ class Exchanges(NamedTuple):
     ) -> "Exchanges":
         """Return those of a step of `num_tokens`, `itemsize` that of an activation; the head's logits do not count.
 
-        All-reduces are one per sublayer, in the activations' dtype over a ring (Shoeybi et al. 2019). Ranks that add
-        exchange the squares of groups of a Mamba-2 that they divide, a float32 for each row and group.
+        All-reduces are one per sum, in the activations' dtype over a ring (Shoeybi et al. 2019). Bytes are the mean of
+        the ranks'.
         """
-        others, mixers = num_ranks - 1, [layer.mixer for layer in spec.layers if layer.mixer is not None]
-        num_sums = len(mixers) + len(spec.feed_forwards)
-        if mode == "gather":  # attention, its second layer, the inner activation, the second layer of it
-            inner = [*(each.width for each in mixers), *(each.active_size for each in spec.feed_forwards)]
-            width = sum(inner) + num_sums * spec.hidden_size
-            return cls(2 * num_sums, width * num_tokens * itemsize * others // num_ranks)
-        partial_bytes = 4 * num_tokens * spec.hidden_size
+        others = num_ranks - 1
+        if mode == "gather":
+            widths = [width for layer in spec.layers for width in _gathered_widths(spec, layer, num_ranks)]
+            return cls(len(widths), sum(widths) * num_tokens * itemsize * others // num_ranks)
+        widths = [width for layer in spec.layers for width in _summed_widths(spec, layer)]
         if mode == "all-reduce":
-            return cls(num_sums, num_sums * 2 * num_tokens * spec.hidden_size * itemsize * others // num_ranks)
-        normed = [each.num_groups for each in spec.mambas if divides_norm(each, num_ranks)]
-        square_bytes = others * 4 * num_tokens * sum(normed)
-        if partial_bytes <= ADDED_BYTES:
-            return cls(num_sums + len(normed), num_sums * others * partial_bytes + square_bytes)
-        moved = partial_bytes + num_tokens * spec.hidden_size * itemsize  # partial sums, then sums
-        return cls(2 * num_sums + len(normed), num_sums * moved * others // num_ranks + square_bytes)
+            return cls(len(widths), 2 * sum(widths) * num_tokens * itemsize * others // num_ranks)
+        squares = [each.num_groups for each in spec.mambas if divides_norm(each, num_ranks)]
+        number = moved = 0  # bytes that all ranks get together
+        for width, sum_bytes in [*((width, itemsize) for width in widths), *((width, 4) for width in squares)]:
+            is_added_at_once = 4 * num_tokens * width <= ADDED_BYTES  # else each rank adds some, and gathers the others
+            number += 1 if is_added_at_once else 2
+            moved += num_tokens * width * others * (4 * num_ranks if is_added_at_once else 4 + sum_bytes)
+        return cls(number, moved // num_ranks)
+
+
+def _gathered_widths(spec: DecoderSpec, layer: LayerSpec, num_ranks: int) -> Iterator[int]:
+    """Yield the columns of each activation of a layer that ranks gather (`quire.model.layer_builder`)."""
+    for mixer in layer.mixers:
+        if isinstance(mixer, Mamba) and has_whole(mixer, num_ranks, "gather"):
+            yield sum(mixer.sections)
+        else:
+            yield mixer.width
+        yield spec.hidden_size
+    for each in layer.feed_forwards:
+        if isinstance(each, Experts):
+            yield each.num_active * each.expert.size
+            yield from (each.latent_size, each.latent_size) if each.latent_size else ()
+            yield from () if each.shared is None else (each.shared.size,)
+        else:
+            yield each.size
+        yield spec.hidden_size
+    if spec.layer_input is not None:
+        yield spec.layer_input.size
+        yield spec.hidden_size
+
+
+def _summed_widths(spec: DecoderSpec, layer: LayerSpec) -> Iterator[int]:
+    """Yield the columns of each partial sum of a layer that ranks add, squares of norms excepted."""
+    yield from (spec.hidden_size for _ in layer.mixers)
+    for each in layer.feed_forwards:
+        yield spec.hidden_size
+        if isinstance(each, Experts) and each.latent_size:
+            yield each.latent_size
 
 
 class CostModel:
@@ -199,7 +228,7 @@ class CostModel:
         self._s_per_context_token = kv_bytes * self._s_per_byte * attention_factor
         num_attended_flops = max(each.attended_flops for each in local)
         self._s_per_attended_token = num_attended_flops * self._s_per_flop * attention_factor
-        self._linear_s = cache(self._linear_time_s)
+        self._linear_s, self._collectives_s = cache(self._linear_time_s), cache(self._collective_time_s)
 
     def step_s(self, plan: StepPlan) -> float:
         """Return the seconds of a step."""
@@ -256,7 +285,7 @@ class CostModel:
         )
         return max(read_s, num_attended * self._s_per_attended_token)
 
-    def _collectives_s(self, num_tokens: int) -> float:
+    def _collective_time_s(self, num_tokens: int) -> float:
         """Return the seconds of the exchanges of all layers."""
         found = Exchanges.of(self.spec, self._itemsize, *self._ranks, num_tokens)
         return found.number * self.hardware.collective_s + found.num_bytes / self.hardware.link_bytes_per_s
