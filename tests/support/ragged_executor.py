@@ -12,6 +12,7 @@ from support.fake_executor import VOCAB_SIZE, FakeExecutor, next_token
 class RaggedExecutor(FakeExecutor):
     """Draws several tokens or none, forces tokens, drafts some right and some wrong ones, computes less than planned.
 
+    States hold what was planned: with them rows compute all of it, and are late with grammars alone.
     `end_rate`: how often a row says that its sequence has ended. `late_rate`: how often a row is late.
     """
 
@@ -32,17 +33,18 @@ class RaggedExecutor(FakeExecutor):
                 known = rows.get(row) or RowResult([result.token_ids[plan.sample_rows.index(row)]])
                 rows[row] = self._altered(plan, row, known)
         for row, count in zip(plan.rows, plan.counts, strict=True):
-            if row not in plan.sample_rows and not self._is_forked(plan) and self._rng.random() < 0.3:
+            if row not in plan.sample_rows and not self._is_bound(plan) and self._rng.random() < 0.3:
                 rows[row] = RowResult(num_computed=self._rng.randint(0, count))
         return structs.replace(result, rows=rows)
 
-    def _is_forked(self, plan: StepPlan) -> bool:
-        """Whether branches begin in this step with what another row computes: all of it, then."""
-        return any(new.row not in plan.rows for new in plan.new_rows)
+    def _is_bound(self, plan: StepPlan) -> bool:
+        """Whether rows compute all that is planned: branches begin in this step with it, or states hold it."""
+        return bool(plan.states) or any(new.row not in plan.rows for new in plan.new_rows)
 
     def _altered(self, plan: StepPlan, row: int, known: RowResult) -> RowResult:
         """Return another result of a row: its tokens are those of one step, of none, or of several."""
-        if self._rng.random() < self.late_rate:
+        may_be_late = not plan.states or self._rows[row].params.structured_outputs is not None
+        if may_be_late and self._rng.random() < self.late_rate:
             self.num_late += 1
             del self._tokens[row][-len(known.token_ids) :]
             num_drafts = len(known.token_ids) - 1
@@ -51,7 +53,7 @@ class RaggedExecutor(FakeExecutor):
             )
         kind = self._rng.choice(["none", "several", "forced", "drafts", "both", "ended"])
         count = dict(zip(plan.rows, plan.counts, strict=True)).get(row)
-        if kind == "none" and count is not None and known.num_computed is None and not self._is_forked(plan):
+        if kind == "none" and count is not None and known.num_computed is None and not self._is_bound(plan):
             self._tokens[row].pop()
             return RowResult(num_computed=self._rng.randint(0, count - 1))
         if kind == "ended" and self._rng.random() < self.end_rate:
