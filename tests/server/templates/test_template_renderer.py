@@ -1,10 +1,12 @@
 """Templates are rendered outside the server; one that is hostile costs its own request and nothing else."""
 
 import asyncio
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -24,6 +26,7 @@ from quire.server.templates.template_renderer import TemplateRenderer
 from quire.server.templates.template_worker import RENDER_LIMIT_S
 from quire.text.tokenizer import Tokenizer
 from support.small_tokenizers import CHAT_TEMPLATE, byte_level, save
+from support.stopping import stopped
 
 HELLO = [{"role": "user", "content": "hi"}]
 LOOP = [{"role": "user", "content": "loop"}]
@@ -72,11 +75,20 @@ def process_of(renderer: TemplateRenderer) -> subprocess.Popen[bytes]:
     return renderer._short.process._process
 
 
+def num_unread(renderer: TemplateRenderer) -> int:
+    """Return the bytes, with the kernel's own beside them, that the process has not read; 0: it has ended."""
+    if (process := renderer._short.process) is None:
+        return 0
+    return int.from_bytes(fcntl.ioctl(process._socket, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
 async def looping(renderer: TemplateRenderer) -> "asyncio.Task[str]":
-    """Return a render that is on its way and never ends by itself."""
+    """Return a render that its process has read, and that never ends by itself."""
     assert await renderer.render(HELLO) == "hi"  # the process is there
-    task = asyncio.create_task(renderer.render(LOOP))
-    await until(lambda: renderer._short.semaphore.is_full)
+    with stopped(process_of(renderer).pid):
+        task = asyncio.create_task(renderer.render(LOOP))
+        await until(lambda: num_unread(renderer) > 0)
+    await until(lambda: num_unread(renderer) == 0)
     return task
 
 
@@ -306,6 +318,25 @@ def test_a_process_that_has_just_ended_costs_no_conversation(
             process_of(renderer).wait()
             monkeypatch.setattr(sandbox.SandboxProcess, "is_alive", True)
             assert await renderer.render(HELLO) == "hi"
+
+    uvloop.run(check())
+
+
+def test_a_process_that_ends_before_it_reads_costs_no_conversation(
+    with_template: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that closes with bytes that were not read is reset, and not just at its end."""
+    monkeypatch.setattr(sandbox, "REPLY_SLACK", WAIT_LIMIT_S)
+
+    async def check() -> None:
+        async with opened(with_template(LOOPS_IF_ASKED)) as renderer:
+            assert await renderer.render(HELLO) == "hi"
+            process = process_of(renderer)
+            with stopped(process.pid):
+                rendered = asyncio.create_task(renderer.render(HELLO))
+                await until(lambda: num_unread(renderer) > 0)
+                process.kill()
+            assert await rendered == "hi"
 
     uvloop.run(check())
 

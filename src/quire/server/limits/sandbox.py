@@ -81,8 +81,8 @@ class SandboxLane:
             status = await self._stop_process()
             if self._is_closed:
                 raise shutting_down() from error
-            if was_ready and isinstance(error, BrokenPipeError):
-                return await self.ask(job)  # an idle process was just ending, and has not seen the job
+            if was_ready and isinstance(error, BrokenPipeError | ConnectionResetError):
+                return await self.ask(job)  # an idle process was just ending, and has not read all of the job
             raise self._failure(status, is_ready=process.is_ready) from error
         except BaseException:  # cancelled: the reply is not needed
             await self._stop_process()
