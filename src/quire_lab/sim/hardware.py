@@ -216,7 +216,7 @@ class CostModel:
         kv_bytes = max(stored_kv_bytes_per_token(each, kv_dtype or dtype) for each in local)
         self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
         self._itemsize, self._window = itemsize, spec.sliding_window
-        self._layer_share, self._head_share = (  # share of the bytes of an unquantized weight
+        self._shares = tuple(  # of the bytes of an unquantized weight: those of layers, and of the head
             scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
             for scheme in (quantization.layers, quantization.head)
         )
@@ -258,8 +258,9 @@ class CostModel:
 
     def _linear_time_s(self, num_tokens: int, num_samples: int) -> float:
         """Return the seconds of all linear layers for the step's tokens, and of the head for its samples."""
-        return self._num_layer_weights * self._s_per_weight(num_tokens, self._layer_share) + (
-            self._num_head_weights * self._s_per_weight(num_samples, self._head_share) if num_samples else 0.0
+        layer_share, head_share = self._shares
+        return self._num_layer_weights * self._s_per_weight(num_tokens, layer_share) + (
+            self._num_head_weights * self._s_per_weight(num_samples, head_share) if num_samples else 0.0
         )
 
     def _s_per_weight(self, num_tokens: int, share: float) -> float:
