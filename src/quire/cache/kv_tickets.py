@@ -42,7 +42,9 @@ class KVTicket:
 
 
 class Tickets:
-    """All tickets of an engine, which its blocks bound, and its slots: each has one at least. `clock` returns seconds.
+    """All tickets of an engine: those of some seconds, since several may share their blocks and state.
+
+    `clock` returns seconds.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Tickets:
             cache.states.on_give_up = self._give_up
         self.lock = threading.Lock()
         self._tickets: dict[str, KVTicket] = {}   # the oldest first
+        self._by_lease: dict[int, KVTicket] = {}
         self._ended = deque[KVTicket]()           # over, and to be freed by the engine's thread
         self.counts = Counter[str]()              # made, redeemed, refused, expired, given_back, stateless
 
@@ -98,7 +101,7 @@ class Tickets:
             blocks, tokens = blocks + self._parts.numbers(slot), tokens + self._parts.tokens(size)
         ticket = KVTicket(lease_id, transfer.ticket, binding(transfer, request.scope), tokens, blocks, ends_s)
         with self.lock:
-            self._tickets[transfer.ticket] = ticket
+            self._tickets[transfer.ticket] = self._by_lease[lease_id] = ticket
             self.counts["made"] += 1
 
     def step(self) -> None:
@@ -123,8 +126,7 @@ class Tickets:
     def _give_up(self, lease_id: int) -> None:
         """End the lease with a state in a slot that is to be another's; it is freed after the step."""
         with self.lock:
-            ticket = next((each for each in self._tickets.values() if each.lease_id == lease_id), None)
-            if ticket is not None:
+            if (ticket := self._by_lease.get(lease_id)) is not None:
                 self._end(ticket, "given_back")
 
     def clear(self) -> None:
@@ -139,7 +141,7 @@ class Tickets:
         is_any = bool(self._ended)
         while self._ended:
             ticket = self._ended.popleft()
-            del self._tickets[ticket.name]
+            del self._tickets[ticket.name], self._by_lease[ticket.lease_id]
             self._cache.end_lease(ticket.lease_id)
         return is_any
 
@@ -173,7 +175,7 @@ class Tickets:
     @property
     def lease_ids(self) -> set[int]:
         """The leases of tickets."""
-        return {ticket.lease_id for ticket in self._tickets.values()}
+        return set(self._by_lease)
 
     def checking(self) -> Iterator[None]:
         """Assert, in slices, that each ticket has its blocks."""

@@ -99,12 +99,14 @@ class SnapshotTree(PrefixTree):
 
     def evict(self, kept: Collection[int] = ()) -> bool:
         """Give up the snapshot that was used the longest ago, none in the slots `kept`; False if there is none."""
-        block = next((block for block, slot in self.snapshots.items() if slot not in kept), None)
-        if block is None:
-            return False
-        self.slots.release(self.snapshots.pop(block))
-        self.num_evicted += 1
-        return True
+        for _ in range(len(self.snapshots)):
+            block, slot = next(iter(self.snapshots.items()))
+            if slot not in kept:
+                self.slots.release(self.snapshots.pop(block))
+                self.num_evicted += 1
+                return True
+            self.snapshots.move_to_end(block)       # to be kept is a use; and the next call does not pass it again
+        return False
 
     def last_column(self, blocks: Sequence[int]) -> int | None:
         """Return the place of the last of some blocks that has a snapshot; None: none has."""
@@ -123,6 +125,26 @@ class SnapshotTree(PrefixTree):
         )  # fmt: skip
 
 
+class KeptSlots:
+    """Slots of the snapshots that are kept, in the order in which their keepers came; a slot may have several."""
+
+    def __init__(self) -> None:
+        self.by_keeper: dict[int, int] = {}
+        self.num_keepers = Counter[int]()               # of each slot
+
+    def add(self, keeper: int, slot: int) -> None:
+        self.by_keeper[keeper] = slot
+        self.num_keepers[slot] += 1
+
+    def pop(self, keeper: int) -> int | None:
+        """Return the slot of a keeper, which keeps it no more; None if it keeps none."""
+        if (slot := self.by_keeper.pop(keeper, None)) is not None:
+            self.num_keepers[slot] -= 1
+            if not self.num_keepers[slot]:
+                del self.num_keepers[slot]
+        return slot
+
+
 class States:
     """The states of a cache's sequences. `tables`: their block tables by id; `tree`: None, nothing can be found."""
 
@@ -137,7 +159,7 @@ class States:
         self._num_planned = self._num_ended = 0         # steps
         self._num_taken = 0                             # snapshots planned since start
         self._leased: dict[int, int] = {}               # slot of each lease, to be filled with a snapshot
-        self._kept: dict[int, int] = {}                 # slot of each keeper of a snapshot, the oldest first
+        self._kept = KeptSlots()
         self.on_give_up: Callable[[int], None] | None = None    # called before a keeper's slot is given up
 
     @property
@@ -283,7 +305,7 @@ class States:
         if self._leased:
             self.slots.release(self._leased.pop(next(iter(self._leased))))
             return
-        if self._kept:
+        if self._kept.by_keeper:
             self._give_up()
             return
         holder = next((each for each in self._states.values() if each.snapshots), None)
@@ -291,7 +313,7 @@ class States:
         self.slots.release(holder.snapshots.pop(0).slot)
 
     def _tree_evicts(self) -> bool:
-        return self._tree is not None and self._tree.evict(self._kept_slots)
+        return self._tree is not None and self._tree.evict(self._kept.num_keepers)
 
     def _positions(self, state: SequenceState, committed: int, num_prompt_tokens: int) -> list[int]:
         """Return where a sequence leaves snapshots in a step, ascending, at most MAX_SNAPSHOTS.
@@ -371,35 +393,31 @@ class States:
 
         At most half of the slots are kept. For one more the oldest is given up, and so are all, where running sequences
         need their slots: what is given up is in the tree like any other. keeper: the id of a pin
-        or of a lease.
+        or of a ticket's lease.
         """
         column = None if self._tree is None else self._tree.last_column(blocks)
-        if self._tree is None or column is None or keeper in self._kept:
+        if self._tree is None or column is None or keeper in self._kept.by_keeper:
             return None
         slot = self._tree.snapshots[blocks[column]]
-        while slot not in self._kept_slots and len(self._kept_slots) >= max(1, self.num_slots // 2):
+        others = self._kept.num_keepers
+        while slot not in others and len(others) >= max(1, self.num_slots // 2):
             self._give_up()
         self.slots.share(slot)
-        self._kept[keeper] = slot
+        self._kept.add(keeper, slot)
         return slot
 
     def kept(self, keeper: int) -> int | None:
         """Return the slot of a keeper; None if it keeps none, or it has been given up."""
-        return self._kept.get(keeper)
+        return self._kept.by_keeper.get(keeper)
 
     def end_keep(self, keeper: int) -> None:
         """Keep a snapshot no more, if it is kept still."""
-        if (slot := self._kept.pop(keeper, None)) is not None:
+        if (slot := self._kept.pop(keeper)) is not None:
             self.slots.release(slot)
-
-    @property
-    def _kept_slots(self) -> set[int]:
-        """The slots of kept snapshots, each once."""
-        return set(self._kept.values())
 
     def _give_up(self) -> None:
         """Keep one snapshot less, the one that has been kept the longest."""
-        keeper = next(iter(self._kept))
+        keeper = next(iter(self._kept.by_keeper))
         if self.on_give_up is not None:
             self.on_give_up(keeper)
         self.end_keep(keeper)
@@ -485,12 +503,15 @@ class States:
         """Return how many slots there are, have states of running sequences, have snapshots alone, and kept ones."""
         used = {state.slot for state in self._states.values()} - {NONE}
         held = {each.slot for state in self._states.values() for each in state.snapshots}
-        held |= self._kept_slots if self._tree is None else {*self._tree.snapshots.values(), *self._kept_slots}
+        kept = self._kept.num_keepers.keys()
+        held |= kept
+        if self._tree is not None:
+            held.update(self._tree.snapshots.values())
         return {
             "total_slots": self.num_slots,
             "used_slots": len(used),
             "snapshot_slots": len(held - used),
-            "kept_slots": len(self._kept_slots - used),
+            "kept_slots": len(kept - used),
             "snapshots": self._num_taken,
             "evicted_snapshots": 0 if self._tree is None else self._tree.num_evicted,
             "swap_total_slots": self._swap_slots.num_blocks,
@@ -502,8 +523,10 @@ class States:
         assert not self._forks, "forks of a plan that is not complete"
         holders = Counter(state.slot for state in self._states.values())
         holders.update(each.slot for state in self._states.values() for each in state.snapshots)
-        holders.update((*self._leased.values(), *self._kept.values()))
-        assert len(self._kept_slots) <= max(1, self.num_slots // 2), f"{self._kept} are kept of {self.num_slots} slots"
+        kept, num_keepers = self._kept.by_keeper, self._kept.num_keepers
+        holders.update((*self._leased.values(), *kept.values()))
+        assert num_keepers == Counter(kept.values()), f"{num_keepers} keepers of slots, not {kept}"
+        assert len(num_keepers) <= max(1, self.num_slots // 2), f"{kept} are kept of {self.num_slots} slots"
         if self._tree is not None:
             holders.update(self._tree.snapshots.values())
             gone = [block for block in self._tree.snapshots if block not in self._tree]
