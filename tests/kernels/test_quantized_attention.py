@@ -14,6 +14,7 @@ from support.paged_cache import Paging, Part, Tokens, attend, random_latents
 HEADS = [(4, 2, 32), (14, 2, 64), (8, 1, 80)]
 LENGTH = 300  # several key tiles, the last one not full
 KV = list(QUANTIZED)
+OF_THE_LAYER = KVScales(0.75, 0.75)  # with fp8; latents' values are parts of keys
 
 
 def stood_for(x: Tensor, kv: str) -> Tensor:
@@ -99,7 +100,7 @@ def test_token_that_is_not_finite_spoils_what_sees_it_and_no_other_sequence(kv: 
 def latents_stood_for(x: Tensor, kv: str) -> Tensor:
     """Return keys [length, 1, 576] as a cache gives them back, float64: groups of a latent of 512 by themselves."""
     if kv == "fp8":
-        return x.to(torch.float8_e4m3fn).double()
+        return (x / OF_THE_LAYER.key).to(torch.float8_e4m3fn).double() * OF_THE_LAYER.key
     groups = (stood_for(group, kv) for group in x[..., :512].split(LATENT_SCALE_DIMS, dim=-1))
     return torch.cat([*groups, x[..., 512:].bfloat16()], dim=-1).double()
 
@@ -109,7 +110,7 @@ def latents_stood_for(x: Tensor, kv: str) -> Tensor:
 def test_latents_are_attended_as_what_is_stored_in_float64(kv: str, back_end: BackEnd) -> None:
     tokens = random_latents(100, (5, 1, 576), torch.float32)
     latents = latents_stood_for(tokens.key, kv)[:, 0]
-    (result,) = attend([Part(tokens, 60, 100)], back_end=back_end, kv=kv, value_dim=512)
+    (result,) = attend([Part(tokens, 60, 100)], back_end=back_end, kv=kv, value_dim=512, scales=OF_THE_LAYER)
     scores = torch.einsum("qhd,ld->hql", tokens.query[60:].double(), latents) * 576**-0.5
     hidden = torch.arange(100) > torch.arange(60, 100)[:, None]
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire.core.config import KERNEL_BLOCK_SIZES, QUANTIZED
+from quire.kernels.kv_cache import KVScales
 from quire.kernels.reference import kv_cache
 from quire.kernels.reference.back_ends import REFERENCE
 from support.cpp_kernels import cache_shapes, write_kv
@@ -17,6 +18,7 @@ KV = list(QUANTIZED)
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 LATENTS = [((16, 1, 576), 512), ((130, 1, 48), 40), ((5, 1, 200), 136)]  # heads, dimensions of keys that are values
 NUM_BLOCKS = 12
+OF_THE_LAYER = KVScales(0.7, 0.7)  # with fp8; a value is a part of its key
 BAD = [torch.nan, torch.inf, -torch.inf, 0.0, 1e-38, 3e38, -1e9, 500.0]
 
 
@@ -43,7 +45,9 @@ def test_stored_bytes_are_the_reference_s(
     shape, _ = cache_shapes(NUM_BLOCKS, block_size, 1, head_dim, element, extra_bytes)
     ours = torch.full(shape, 7, dtype=torch.int8).view(element)
     empty = ours.new_empty(NUM_BLOCKS, 0)
-    spec = rotary_spec(query, key, table_of(frequencies(8), 64), is_interleaved=True, rotary_start=latent_dim)
+    spec = rotary_spec(
+        query, key, table_of(frequencies(8), 64), is_interleaved=True, rotary_start=latent_dim, kv_scales=OF_THE_LAYER
+    )
     positions = torch.arange(60)
     turned = write_kv(spec, query.clone(), key, None, positions, ours, empty, slots)
     expected = kv_cache.write_kv(spec, query, key, None, positions, plain, empty, slots)
@@ -64,7 +68,7 @@ def test_kernel_matches_reference(
 ) -> None:  # fmt: skip
     spans = [(0, 1), (16, 17), (0, 40), (255, 256), (256, 257), (230, 270)]
     parts = [Part(random_latents(stop, heads, dtype, seed), start, stop) for seed, (start, stop) in enumerate(spans)]
-    more = {"kv": kv, "value_dim": value_dim}
+    more = {"kv": kv, "value_dim": value_dim, "scales": OF_THE_LAYER}
     expected = attend(parts, Paging(block_size), window, REFERENCE, **more)
     for result, wanted in zip(attend(parts, Paging(block_size), window, CPP, **more), expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=tol, atol=tol)
