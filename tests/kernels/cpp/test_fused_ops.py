@@ -36,14 +36,15 @@ SEEDS = count(1)
 
 def linear(
     in_features: int, out_features: int, dtype: torch.dtype, weight_format: str, activation: Activation = "none", *,
-    is_float: bool = False,
+    is_float: bool = False, has_bias: bool = True,
 ) -> CppLinear:  # fmt: skip
     rows = out_features * (2 if activation in GATED else 1)
     values, bias = (torch.randn(rows, in_features) * in_features**-0.5).to(dtype), torch.randn(rows)
     weight = LinearWeight.dense(values)
     if weight_format != DENSE:
         weight = round_to_nearest(values, weight_format, 32, activation_group_size=32)
-    return CppLinear(weight, bias.to(dtype), dtype=torch.float32 if is_float else None, activation=activation)
+    own = bias.to(dtype) if has_bias else None
+    return CppLinear(weight, own, dtype=torch.float32 if is_float else None, activation=activation)
 
 
 def norm(
@@ -149,7 +150,8 @@ def latent_ops(layer: int, dtype: torch.dtype, progress: NDArray[np.int64]) -> l
     query_norm = norm(rank, dtype, centers=False) if rank else None
     up = ops.LinearOp(f"{stem}query_up", linear(rank or 1, num_heads * query_dim, dtype, DENSE), "query_latent", "up")
     keys = tuple(linear(nope_dim, latent_dim, dtype, DENSE) for _ in range(num_heads))
-    values = tuple(linear(latent_dim, value_dim, dtype, "int8" if layer else DENSE) for _ in range(num_heads))
+    kind = "int8" if layer else DENSE
+    values = tuple(linear(latent_dim, value_dim, dtype, kind, has_bias=False) for _ in range(num_heads))
     rotary = RotarySpec(LATENT, table_of(torch.rand(4), 64), is_interleaved=layer == 0, rotary_start=latent_dim)
     attention = AttentionSpec(LATENT, 0.3, 5 if layer else None, value_dim=latent_dim)
     return [

@@ -164,6 +164,16 @@ def test_sums_are_finished_as_those_of_a_dense_layer(
     assert CppLinear(weight)(x).dtype == dtype
 
 
+@pytest.mark.parametrize("num_rows", [1, 23])
+@pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
+def test_addends_are_added_where_sums_are_only_rounded_besides(weight_format: str, num_rows: int) -> None:
+    """Full strips without a bias and an activation are stored by a shorter way, which has no addends."""
+    weight = random_weight((96, 130, 64, 64), weight_format, "zero point", torch.bfloat16)
+    x, addend = random_rows(num_rows, 130, torch.bfloat16), torch.randn(num_rows, 96)
+    expected = (a8_sums(x, weight, exact_product) + addend).bfloat16()
+    assert torch.equal(CppLinear(weight)(x, addend), expected)
+
+
 @pytest.mark.parametrize("weight_format", INTEGER_FORMATS)
 def test_logits_of_a_bfloat16_model_come_as_float32_sums(weight_format: str) -> None:
     weight = random_weight((300, 257, 64, 64), weight_format, "zero point", torch.bfloat16)
