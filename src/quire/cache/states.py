@@ -392,8 +392,7 @@ class States:
         """Keep the snapshot of the last of some blocks that has one; return its slot, None if none has.
 
         At most half of the slots are kept. For one more the oldest is given up, and so are all, where running sequences
-        need their slots: what is given up is in the tree like any other. keeper: the id of a pin
-        or of a ticket's lease.
+        need their slots: what is given up is in the tree like any other. keeper: id of a pin or of a ticket's lease.
         """
         column = None if self._tree is None else self._tree.last_column(blocks)
         if self._tree is None or column is None or keeper in self._kept.by_keeper:
