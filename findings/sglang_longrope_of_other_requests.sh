@@ -4,8 +4,7 @@
 # divisors, for sequences up to the original length and for longer ones, and other requests of the batch choose none for it.
 # Seen: one set is chosen for each batch. A single position past the original length, of whichever request, rotates all tokens of that
 # step by the long divisors; alone, the same token is rotated by the short ones. A short request beside a long one gets queries that
-# do not fit its cached keys, and keeps keys that do not fit each other for the rest of its life (and in the prefix cache), with no
-# warning. vLLM 0.33.0 chooses one set when it starts, by --max-model-len. Only the class is run, as the model runner calls it:
+# do not fit its cached keys, and writes a key that does not fit the others. Only the class is run, as the model runner calls it:
 # positions of all tokens of a batch, end to end.
 # Date: 2026-11-30
 set -euo pipefail
