@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.core.config import CacheConfig, SchedulerConfig
@@ -21,6 +22,7 @@ from support.faults import raising
 from support.records import events_of
 from support.scheduling import Harness
 
+decode_events = msgspec.msgpack.Decoder(list[Planned | Repeated]).decode
 START = RecordStart(__version__, SchedulerConfig(), CacheConfig(64), has_tokens=False)
 
 
@@ -109,6 +111,20 @@ def test_ring_keeps_the_latest_plans_within_its_bound(tmp_path: Path, monkeypatc
     assert fault.first_step + len(kept) - 1 == len(plans)
     assert kept[0] == (encode_plan(plans[fault.first_step - 1]), None)
     assert kept[-1][0] == encode_plan(plans[-1])
+
+
+@pytest.mark.parametrize("number", [1, 2, 16, 17, 64, 65, 150])
+def test_each_number_of_repeats_is_read_again(number: int) -> None:
+    """A list's head in msgpack, which is left out, is longer from 16 on; a run has 63 repeats at most."""
+    recent = RecentPlans(1 << 20, encode_whole)
+    for step in range(number):
+        recent.add(step / 2, StepPlan(rows=[3], starts=[step], counts=[1], sample_rows=[3], table_blocks=[step]))
+    encoded, count, num_before = recent.events()
+    assert (count, num_before) == (number, 0)
+    events = decode_events(b"\xdd" + count.to_bytes(4, "big") + encoded)   # a list of msgpack
+    assert [each.now_s for each in events] == [step / 2 for step in range(number)]
+    assert [step for step, each in enumerate(events) if isinstance(each, Planned)] == [*range(0, number, 64)]
+    assert all(each.table_blocks == [step] for step, each in enumerate(events) if isinstance(each, Repeated))
 
 
 def test_plan_longer_than_the_bound_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
