@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.core.config import PreemptionKind
 from quire.core.errors import ConfigError
-from quire.core.plan import StepPlan
+from quire.core.plan import MeasuredRates, StepPlan, StepResult, decode_result
 from quire.engine.options import EngineOptions
 from quire.engine.recording import record, recorded_scheduler, recorder, snapshot
 from quire.engine.recording.record import (
@@ -28,6 +29,7 @@ from quire.engine.recording.record import (
     Resumed,
     Returned,
     Sent,
+    Updated,
     chunk,
     encode_event,
     encode_into,
@@ -42,6 +44,7 @@ from quire.extension.isas import usable_isas
 from quire.scheduling.planner import Planner
 from quire.scheduling.preemption import PreemptionPolicy
 from quire.scheduling.waiting_lines import Lack
+from support.fake_executor import FakeExecutor
 from support.openai_server import openai_server
 from support.peft_folders import write_adapter
 from support.ragged_executor import RaggedExecutor
@@ -454,6 +457,38 @@ def test_requests_that_lack_something_are_repeated(tmp_path: Path, monkeypatch: 
     run = replayed(events_of(records.close()))
     assert run.num_steps == harness.num_steps
     assert any(event.lacks for event in events_of(records.path) if isinstance(event, Planned))
+
+
+class MeasuringExecutor(FakeExecutor):
+    """Measures other numbers in each step."""
+
+    def collect(self) -> StepResult:
+        number = float(len(self.trace))
+        return structs.replace(
+            super().collect(), rates=MeasuredRates(100 + number), step_s=number / 8, step_ratio=1 + number / 1024
+        )
+
+
+def test_record_has_what_each_step_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that only decode are sent together."""
+    records, harness = Records(tmp_path, monkeypatch), Harness(60, executor_class=MeasuringExecutor)
+    harness.add(9, max_tokens=90, ignore_eos=True)
+    harness.run()
+    results = [decode_result(each.result) for each in events_of(records.close()) if isinstance(each, Updated)]
+    assert [(each.rates.prefill_tokens_per_s, each.step_s, each.step_ratio) for each in results] == [
+        (100 + number, number / 8, 1 + number / 1024) for number in range(harness.num_steps)
+    ]
+
+
+def test_all_is_sent_once_no_request_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that is idle may be killed hours later."""
+    records, harness = Records(tmp_path, monkeypatch), Harness(60)
+    for _ in range(2):
+        harness.add(9, max_tokens=30, ignore_eos=True)
+        harness.run()
+        assert records.recorder is not None
+        assert records.recorder._replay.num_steps == harness.num_steps
+    replayed(events_of(records.close()))
 
 
 def test_events_have_the_offsets_of_their_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
