@@ -491,6 +491,30 @@ def test_all_is_sent_once_no_request_is_left(tmp_path: Path, monkeypatch: pytest
     replayed(events_of(records.close()))
 
 
+def test_planning_that_fails_and_is_rolled_back_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorder fails at the same place, with a part of a plan that is told as none."""
+    real = Planner.plan_running
+
+    def failing(planner: Planner, step: Any, *arguments: Any) -> Any:  # noqa: ANN401
+        budget = real(planner, step, *arguments)
+        if step.now_s == 7:
+            raise RuntimeError("in the middle of a plan")
+        return budget
+
+    monkeypatch.setattr(Planner, "plan_running", failing)
+    records, harness = Records(tmp_path, monkeypatch), Harness(60)
+    harness.add(9, max_tokens=30, ignore_eos=True)
+    for _ in range(6):
+        harness.step()
+    harness.now_s = 7.0
+    with pytest.raises(RuntimeError, match="in the middle"):
+        harness.step()
+    harness.scheduler.roll_back()
+    harness.now_s = 8.0
+    harness.run()
+    assert replayed(events_of(records.close())).scheduler.cache.stats() == harness.cache.stats()
+
+
 def test_events_have_the_offsets_of_their_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_CHUNK_BYTES", 1000)
     path = record_of(tmp_path, monkeypatch)
