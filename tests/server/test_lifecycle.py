@@ -22,6 +22,19 @@ pytestmark = pytest.mark.usefixtures("demo_model")
 SMALL = ("--num-kv-blocks", "512")
 PATIENT = ("--stall-limit", "600", "--shutdown-timeout", "600")
 STAYS_UNHEALTHY = f"from quire.server import lifecycle; lifecycle.UNHEALTHY_S = 600; {ENTRY}"
+# The signal comes in a callback of a weak reference, as the import system has one at the end of each import.
+STOPPED_AT_AN_IMPORT = """
+import os, signal, sys, weakref
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "quire.server.lifecycle":
+            lock = type("Lock", (), {})()
+            ended = weakref.ref(lock, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+            del lock
+
+sys.meta_path.insert(0, Finder())
+"""
 LONG = {"prompt": "def ", "max_tokens": 1900, "ignore_eos": True}
 SHORT = {"prompt": "def ", "max_tokens": 3}
 
@@ -141,6 +154,16 @@ def test_server_that_loads_can_be_stopped(number: signal.Signals) -> None:
         assert_gone([engine])
         assert server.out == ""
         assert "Traceback" not in server.log
+    finally:
+        server.close()
+
+
+def test_server_that_imports_can_be_stopped() -> None:
+    server = ServerProcess("--port", "0", *SMALL, entry=STOPPED_AT_AN_IMPORT + ENTRY)
+    try:
+        assert server.wait() == 128 + signal.SIGTERM
+        assert server.out == ""
+        assert "Exception ignored" not in server.log
     finally:
         server.close()
 

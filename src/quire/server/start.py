@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from quire.core import logs
 from quire.core.errors import ConfigError
-from quire.engine.launcher import spawn_engines
+from quire.engine.launcher import block_stop_signals, spawn_engines
 from quire.engine.options import EngineOptions
 from quire.server.http.sockets import bind, bind_path, raise_file_limit, remove_path, tls_context
 from quire.server.options import ServerOptions
@@ -47,7 +47,9 @@ def start(
         children = spawn_engines(engine)
         try:
             gc.disable()  # imported modules are never freed
-            from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)
+            # Imports end with callbacks of weak references, where an exception of a signal's handler would be ignored.
+            with block_stop_signals():
+                from quire.server.lifecycle import run  # noqa: PLC0415 (while the engine loads)
 
             _collect_rarely()
             gc.enable()
