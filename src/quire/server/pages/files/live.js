@@ -274,6 +274,7 @@ function setPaused(paused) {
   show("pause", paused ? "Go on" : "Pause");
   if (paused) {
     clearTimeout(timer);
+    numRefreshes++; // the map under way is not shown
     tell("paused");
   } else refresh();
 }
