@@ -27,10 +27,12 @@ from quire.server.images.image_inputs import (
     marked,
     with_image_parts,
 )
+from quire.server.limits import sandbox
 from quire.server.limits.memory import ImageMemory
 from quire.server.options import ServerOptions
 from quire.text.image_marks import ImageMarks
 from quire.text.tokenizer import Tokenizer
+from support.server import is_stopped, wait_until
 from support.small_tokenizers import byte_level, save
 
 HALF = (0.5, 0.5, 0.5)
@@ -219,8 +221,29 @@ def test_a_kept_image_counts_as_one_that_is_decoded(prompts: ImagePrompts) -> No
     asyncio.run(check())
 
 
-def test_a_decoder_that_dies_is_replaced(prompts: ImagePrompts, monkeypatch: pytest.MonkeyPatch) -> None:
+# A process that stops itself when it decodes one image, which it has read by then.
+STOPS_AT_AN_IMAGE = """
+import binascii, os, signal
+
+decode = binascii.a2b_base64
+
+def decode_or_stop(data, **settings):
+    if data == {data!r}:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return decode(data, **settings)
+
+binascii.a2b_base64 = decode_or_stop
+"""
+
+
+def test_a_decoder_that_dies_is_replaced(
+    prompts: ImagePrompts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A crash of the decoder is the image's fault; a process that the system kills is not."""
+    held = url(png(seed=99))
+    (tmp_path / "sitecustomize.py").write_text(STOPS_AT_AN_IMAGE.format(data=held.removeprefix(BASE).encode()))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(sandbox, "REPLY_SLACK", 60)
 
     async def check() -> None:
         async with opened(prompts) as decoder:
@@ -228,9 +251,8 @@ def test_a_decoder_that_dies_is_replaced(prompts: ImagePrompts, monkeypatch: pyt
             for number, is_fault in ((signal.SIGSEGV, True), (signal.SIGKILL, False)):
                 process = decoder._lane.process
                 assert process is not None
-                os.kill(process._process.pid, signal.SIGSTOP)
-                loading = asyncio.create_task(load(decoder, prompts, url(png(seed=9))))
-                await asyncio.sleep(0)
+                loading = asyncio.create_task(load(decoder, prompts, held))
+                await asyncio.to_thread(wait_until, lambda pid=process._process.pid: is_stopped(pid))
                 os.kill(process._process.pid, number)
                 os.kill(process._process.pid, signal.SIGCONT)
                 if is_fault:
