@@ -132,6 +132,7 @@ class Turns:
 
     def __init__(self, method: DraftModel) -> None:
         self._method, self._rng = method, random.Random(0)
+        self.reads_hidden = method.reads_hidden
         self.kind: tuple[str, int] = "", 0
 
     def apply(self, plan: StepPlan) -> None:
