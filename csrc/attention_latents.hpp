@@ -1,8 +1,8 @@
 // The view of a partition of latents in 8 bits: keys as the numbers that they stand for, values transposed from them.
 //
 // Scales belong to groups of dimensions, so that they cannot be multiplied onto scores and weights. A thread multiplies them
-// onto the elements as it widens these into its scratch, once for all rows of a tile, and rounds to the model's dtype, of
-// which a 16-bit cache would hold numbers as well. Products, and values, are then those of such a cache.
+// onto the elements as it widens these into its scratch, once for all rows of a tile, and rounds to the model's dtype: a
+// cache of 16 bits would hold these numbers as well. Products, and values, are then those of such a cache.
 #pragma once
 
 #include "attention_view.hpp"
@@ -35,7 +35,7 @@ class CacheView<T, Latent<S>> : public PartitionView<T> {
 public:
     using E = T;
     static constexpr bool IS_QUANTIZED = false;  // as the products see it
-    static constexpr long STRIDE = GROUP * PAIR<T>;  // of rows of keys
+    static constexpr long STRIDE = GROUP * PAIR<T>;  // numbers from one row of keys to the next
     static constexpr const float *key_scales = nullptr, *value_scales = nullptr;
 
     // The rows of a key group are padded with zeros to a multiple of `key_rows`.

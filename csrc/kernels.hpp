@@ -374,7 +374,7 @@ struct DeltaNet : DeltaNetWeights {
 
 // A norm over groups of columns of which each rank of tensor parallelism has some: NormSpan (quire/kernels/mamba.py).
 struct NormSpan {
-    SumExchange sum;  // of the squares of a row, [num_rows, num_groups]; sum null: this rank has whole groups
+    SumExchange sum;  // adds the squares of rows, [num_rows, num_groups]; sum null: this rank has whole groups
     long num_groups, first_group, width;
 };
 

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def lines_of(mode: str) -> list[str]:
-    port = next(port for port in iter(free_port, None) if port >= 20_000)   # those below are for workers of Ray
+    port = next(port for port in iter(free_port, None) if port >= 20_000)   # workers of Ray have the lower ones
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
     settings = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1",

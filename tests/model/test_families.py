@@ -42,7 +42,7 @@ NAMES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Te
 }  # names of classes that are not called as the rest
 NAMES |= {"Qwen3_5Text": "Qwen3_5ForCausalLM", "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM"}
 CHUNKS = [7, 1, 16, 16]  # lengths of a prompt's parts: borders inside and between blocks of 8
-FORCED_CHUNKS = {"cpp": [], "torch": [13, 27]}  # of forced tokens; the others one by one: 5 ms each in PyTorch
+FORCED_CHUNKS = {"cpp": [], "torch": [13, 27]}  # forced tokens at once; the rest one by one: 5 ms each in PyTorch
 TOLERANCE = 1e-4         # on logprobs, float32
 RECURRENT_TOLERANCE = 5e-4  # transformers' own two forms of a gated delta net differ by 2e-4 on these models
 

@@ -107,7 +107,7 @@ def test_dead_engine_comes_back_and_the_others_serve_meanwhile(server: ServerPro
         with stopped(before[0]), stopped(before[1]):    # else requests might be over before one is killed
             bodies = [BODY | {"stream": True, "prompt": [each] * 30} for each in range(700, 708)]
             streams = [pool.submit(server.post, "/v1/completions", body) for body in bodies]
-            wait_until(lambda: num_waiting(server) == 8)    # in the queue of either engine, not only at the server
+            wait_until(lambda: num_waiting(server) == 8)    # the engines have them, not only the server
             os.kill(before[0], signal.SIGKILL)
         texts = [stream.result().text for stream in streams]
     failed = [text for text in texts if '"engine_unhealthy"' in text]

@@ -130,7 +130,7 @@ class KeptSlots:
 
     def __init__(self) -> None:
         self.by_keeper: dict[int, int] = {}
-        self.num_keepers = Counter[int]()               # of each slot
+        self.num_keepers = Counter[int]()               # by slot
 
     def add(self, keeper: int, slot: int) -> None:
         self.by_keeper[keeper] = slot

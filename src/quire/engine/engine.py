@@ -39,7 +39,7 @@ TEXT_ALONE = "the model reads text alone"
 NO_ADAPTERS = "LoRA adapters are not served: enable_lora is off"
 
 
-_MAX_REPEATS = 63               # of a whole plan
+_MAX_REPEATS = 63               # repeats that are kept behind a whole plan
 _RUN_BYTES = 128                # Python's own, besides the content
 _encode = msgspec.msgpack.Encoder().encode
 

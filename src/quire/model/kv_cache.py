@@ -30,7 +30,7 @@ class LayerKV:
     num_heads: int
     head_dim: int
     dtype: str                       # stored elements; a torch dtype's name
-    scale_dtype: str | None = None   # of a token's scales under a head, as in `KVDtype`; None: no scales
+    scale_dtype: str | None = None   # dtype of a token's scales under a head, as in `KVDtype`; None: no scales
     window: int | None = None        # tokens that a token sees, itself included; None: all
     latent_dim: int = 0              # values are the first so many dimensions of keys, and have no tensor; 0: they have
 

@@ -216,7 +216,7 @@ class CostModel:
         kv_bytes = max(stored_kv_bytes_per_token(each, kv_dtype or dtype) for each in local)
         self.spec, self.hardware, self._ranks = spec, hardware, (num_devices, mode)
         self._itemsize, self._window = itemsize, spec.sliding_window
-        self._shares = tuple(  # of the bytes of an unquantized weight: those of layers, and of the head
+        self._shares = tuple(  # parts of the bytes of an unquantized weight: those of layers, and the head's
             scheme_bits(scheme, dtype, spec.hidden_size) / 8 / itemsize
             for scheme in (quantization.layers, quantization.head)
         )

@@ -20,7 +20,7 @@ from quire.server.options import ServerOptions
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 BODY = {"prompt": "def f(", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-STALL_LIMIT_S = 8.0      # of a machine that stops the living engine for a while
+STALL_LIMIT_S = 8.0      # longer than a busy machine stops the living engine
 
 
 def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:

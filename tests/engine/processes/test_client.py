@@ -343,7 +343,7 @@ def test_block_map_shows_who_runs_and_disturbs_nobody(client: EngineClient, runn
         alone = await answer(client, "def area(shape):", replace(params, max_tokens=num_tokens))
         stream = await add(client, "def area(shape):", params, "cumulative")
         await until(lambda: client.state.num_running == 1)
-        num_blocks = client.inputs.limits.num_blocks  # those in use may be any: it depends on what is cached
+        num_blocks = client.inputs.limits.num_blocks  # any may be in use: it depends on what is cached
         maps = await asyncio.gather(*(client.block_map(0, num_blocks, TIMEOUT_S) for _ in range(20)))
         assert [len(shown.blocks) for shown in maps] == [num_blocks] * 20
         branches = [holder.branch for shown in maps for holder in shown.holders if len(shown.holders) == 4]

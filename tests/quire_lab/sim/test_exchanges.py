@@ -144,5 +144,5 @@ def test_ranks_meet_as_often_as_planned(name: str, mode: Mode) -> None:
         compute(load(spec, back_end, rank), 2)
 
     in_threads(ranks, run)
-    published = ranks[0]._memory[64:68].view(np.uint32)  # of rank 0, behind the word of interrupts
+    published = ranks[0]._memory[64:68].view(np.uint32)  # rank 0's counter, behind the word of interrupts
     assert published[0] == Exchanges.of(spec, 2, 3, mode, 2).number

@@ -107,7 +107,7 @@ def test_stacks_of_a_thread_are_seen_for_as_long_as_it_has_them(monkeypatch: pyt
 
 def test_profile_that_cannot_be_written_is_told(server: OpenAIServer, folder: Path) -> None:
     server.http.post("/start_profile", headers=OPERATOR)
-    folder.mkdir(exist_ok=True)     # by itself, this test is the first to use it
+    folder.mkdir(exist_ok=True)     # a test that runs alone is the first to use it
     folder.rename(folder.with_name("moved"))
     folder.write_text("a file")
     try:

@@ -85,8 +85,8 @@ class RecordedScheduler(Scheduler):
     ) -> None:  # fmt: skip
         self.sink = sink
         self._batch, self._num_events = bytearray(_BATCH_HEAD.size), 0
-        self._steps = Returned([], [], [], [])                    # that are not encoded yet
-        self._rates = UNMEASURED                                  # of the last of them
+        self._steps = Returned([], [], [], [])                    # steps that are not encoded yet
+        self._rates = UNMEASURED                                  # rates of the last kept step
         self._due_s = 0.0                                         # when to send next
         self._lacks: list[tuple[int, WaitReason, bool]] = []      # met by the step that is being planned
         self._num_left = _WHOLE_EVERY                             # kept steps that make the next plan a whole one
@@ -98,7 +98,7 @@ class RecordedScheduler(Scheduler):
             return lack
 
         super().__init__(config, cache, unprepared=asked)
-        self._told = self.step.plan.table_blocks                  # of the last plan that was told, which it identifies
+        self._told = self.step.plan.table_blocks                  # new blocks of the last plan told: its identity
 
     def close(self) -> None:
         """Send what is left, and end the record."""
