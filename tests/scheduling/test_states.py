@@ -120,6 +120,11 @@ def test_ten_thousand_random_requests_find_the_states_that_they_need() -> None:
     assert num_requests > 10_000 or "QUIRE_FUZZ_STEPS" in os.environ
 
 
+def test_branches_that_start_again_need_no_more_blocks_than_were_counted() -> None:
+    """A branch without a snapshot had the prompt in blocks of its own: in a pool for one copy, the step failed."""
+    random_run(731991255, crowded=True, stateful=True)
+
+
 def harness(**settings: Any) -> Harness:  # noqa: ANN401
     return Harness(**{"num_blocks": 200, "caching": True, "num_state_slots": 40, "budget": 64} | settings)
 

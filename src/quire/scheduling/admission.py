@@ -231,6 +231,12 @@ class AdmissionControl:
         return self._lookups.match(request, sequence, sequence.num_tokens)
 
     def has_prompt(self, request: Request, match: PrefixMatch) -> bool:
-        """Return whether a match has all full blocks of the prompt: then no branch waits for another."""
+        """Return whether a match has all full blocks of the prompt: then no branch waits for another.
+
+        False for a model with states: one branch may lose its snapshot as another starts, and would
+        compute the prompt in blocks of its own, which `known_blocks` counts once.
+        """
+        if self._cache.states is not None:
+            return False
         num_full = request.live[0].num_prompt_tokens // self._cache.block_size
         return len(match.blocks) > 0 and len(match.blocks) >= num_full
