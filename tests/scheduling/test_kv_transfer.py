@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from quire.cache import kv_tickets
+from quire.cache.kv_tickets import binding
 from quire.core.config import PreemptionMode
 from quire.core.errors import ConfigError, InvalidRequestError
 from quire.core.frames import LENGTH_BYTES, frame
@@ -117,6 +119,38 @@ def test_ticket_past_its_time_is_refused_and_its_blocks_are_free(pair: Pair) -> 
     producer.harness.assert_empty()
     assert consumer.ask(PROMPT, TICKET).num_peer_tokens == 0
     assert producer.tickets.counts == {"made": 1, "expired": 1, "refused": 1}
+
+
+def test_time_of_a_ticket_begins_anew_when_it_is_redeemed(pair: Pair) -> None:
+    """The tickets behind it, which end before it now, still end in time."""
+    tickets, now_s = pair[0].tickets, [0.0]
+    pair[0].clock = lambda: now_s[0]
+    first, second = (pair[0].compute(PROMPT, name) for name in (TICKET, OTHER))
+    now_s[0] = 20.0
+    assert first.transfer is not None
+    assert tickets.redeem(TICKET, binding(first.transfer, first.scope)) is not None
+    left = []
+    for now_s[0] in (29.9, 30.0, 49.9, 50.0):
+        pair[0].step()
+        pair[0].harness.check()
+        left.append(tickets.lease_ids)
+    both = {first.request_id, second.request_id}
+    assert left == [both, {first.request_id}, {first.request_id}, set()]
+    assert tickets.counts == {"made": 2, "redeemed": 1, "expired": 2}
+
+
+def test_tickets_of_one_prompt_have_bounded_bytes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ticket has the prompt's tokens, although the blocks are the same: the oldest one ends for the newest."""
+    producer, consumer = pair
+    producer.compute(PROMPT, "0" * 64)
+    monkeypatch.setattr(kv_tickets, "MAX_BYTES", 3 * producer.tickets.num_bytes)
+    for number in range(1, 9):
+        producer.compute(PROMPT, str(number) * 64)
+        producer.harness.check()
+        assert producer.tickets.num_bytes <= kv_tickets.MAX_BYTES
+    assert producer.tickets.counts == {"made": 9, "given_back": 6}
+    assert consumer.ask(PROMPT, "5" * 64).num_peer_tokens == 0
+    assert consumer.ask([*PROMPT[:20], 1], "6" * 64).num_cached_tokens == 20
 
 
 def test_prompt_without_a_full_block_has_no_lease(pair: Pair) -> None:
@@ -294,9 +328,10 @@ def test_other_secret_is_refused(pair: Pair, caplog: pytest.LogCaptureFixture) -
 
 def test_close_ends_a_connection_that_is_just_being_made(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, _ = pair
-    proven = threading.Event()
+    known, proven = threading.Event(), threading.Event()
 
     def wait_for_close(connection: socket.socket) -> None:  # between the proof of the secret and the first read
+        known.wait()
         proven.set()
         peer._is_closing.wait()
         peer._has_ended.wait()
@@ -304,6 +339,7 @@ def test_close_ends_a_connection_that_is_just_being_made(pair: Pair, monkeypatch
     monkeypatch.setattr("quire.engine.kv_consumer.keep_alive", wait_for_close)
     consumer = Consumer(producer.port)
     (peer,) = consumer.net._peers.values()
+    known.set()
     proven.wait()
     closing = threading.Thread(target=consumer.net.close, daemon=True)
     closing.start()

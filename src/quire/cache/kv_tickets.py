@@ -2,8 +2,9 @@
 
 A request that computes a prompt for another engine leaves a lease of the prompt's full blocks, and a ticket for it: 256
 random bits, good once, for the owner and the scope of the request. A lease ends when its blocks have been fetched, when
-the connection of the other engine ends, after `lease_s` seconds, or when blocks are short, the oldest first. Any of
-these may come at any time, so a lease is looked at under the lock for each block that is copied out of the cache.
+the connection of the other engine ends, after `lease_s` seconds, or when blocks or `MAX_BYTES` are short, the oldest
+first. Any of these may come at any time, so a lease is looked at under the lock for each block that is copied out of
+the cache.
 
 Of a model with states the blocks end one token before the prompt at the latest, and a lease keeps the state behind
 them, too (`quire.cache.states.States.keep`), in parts that are read as blocks. It ends when its state is given up.
@@ -14,7 +15,7 @@ the engine's thread then frees.
 
 import hashlib
 import threading
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ from quire.core.sequence import KVTransfer, Request, Sequence
 
 if TYPE_CHECKING:
     from quire.cache.manager import KVCacheManager
+
+MAX_BYTES = 64 << 20   # of all tickets: a prefix that is found costs its request little, and each ticket its tokens
+TICKET_BYTES = 1024    # of a ticket, beside its tokens and the numbers of its blocks
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +59,9 @@ class Tickets:
         if cache.states is not None:
             cache.states.on_give_up = self._give_up
         self.lock = threading.Lock()
-        self._tickets: dict[str, KVTicket] = {}   # the oldest first
+        self._tickets = OrderedDict[str, KVTicket]()   # the first to end first
         self._by_lease: dict[int, KVTicket] = {}
+        self.num_blocks = 0     # and parts of states, of all leases; one of several leases counts several times
         self._ended = deque[KVTicket]()           # over, and to be freed by the engine's thread
         self.counts = Counter[str]()              # made, redeemed, refused, expired, given_back, stateless
 
@@ -70,9 +75,9 @@ class Tickets:
         return len(self._tickets)
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks and parts of states of all leases; one of several leases counts several times."""
-        return sum(len(ticket.blocks) for ticket in list(self._tickets.values()))
+    def num_bytes(self) -> int:
+        """Bytes of the tickets, without what is in their blocks."""
+        return len(self._tickets) * TICKET_BYTES + self.num_blocks * (4 * self._cache.block_size + 8)
 
     # --- the engine's thread --------------------------------------------------------------------------------------
 
@@ -100,6 +105,9 @@ class Tickets:
                 return
             blocks, tokens = blocks + self._parts.numbers(slot), tokens + self._parts.tokens(size)
         ticket = KVTicket(lease_id, transfer.ticket, binding(transfer, request.scope), tokens, blocks, ends_s)
+        self.num_blocks += len(blocks)
+        while self.num_bytes + TICKET_BYTES > MAX_BYTES and self.give_back():
+            pass
         with self.lock:
             self._tickets[transfer.ticket] = self._by_lease[lease_id] = ticket
             self.counts["made"] += 1
@@ -110,13 +118,14 @@ class Tickets:
             return
         now_s = self._clock()
         with self.lock:
-            late = [each for each in self._tickets.values() if each.ends_s <= now_s and not each.is_over]
-            for ticket in late:
+            for ticket in self._tickets.values():
+                if ticket.ends_s > now_s:
+                    break
                 self._end(ticket, "expired")
         self._free()
 
     def give_back(self) -> bool:
-        """End the oldest lease, for want of blocks; return whether there was one. Its blocks are cached."""
+        """End the lease that would end first, for want of room; return whether there was one. Its blocks are cached."""
         with self.lock:
             ticket = next((each for each in self._tickets.values() if not each.is_over), None)
             if ticket is not None:
@@ -142,6 +151,7 @@ class Tickets:
         while self._ended:
             ticket = self._ended.popleft()
             del self._tickets[ticket.name], self._by_lease[ticket.lease_id]
+            self.num_blocks -= len(ticket.blocks)
             self._cache.end_lease(ticket.lease_id)
         return is_any
 
@@ -155,6 +165,7 @@ class Tickets:
                 self.counts["refused"] += 1
                 return None
             ticket.is_redeemed, ticket.ends_s = True, self._clock() + self.lease_s
+            self._tickets.move_to_end(name)
             self.counts["redeemed"] += 1
             return ticket
 
@@ -179,6 +190,7 @@ class Tickets:
 
     def checking(self) -> Iterator[None]:
         """Assert, in slices, that each ticket has its blocks."""
+        assert self.num_blocks == sum(len(ticket.blocks) for ticket in self._tickets.values())
         for ticket in list(self._tickets.values()):
             held = self._cache.leased_blocks(ticket.lease_id, 0, len(ticket.blocks))
             if self._cache.states is not None and (slot := self._cache.states.kept(ticket.lease_id)) is not None:
