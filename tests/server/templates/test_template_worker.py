@@ -1,9 +1,11 @@
 """The template process answers in order, keeps its limits by itself, and never outlives its stream by long."""
 
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from quire.core.frames import frame, read_frame
 from quire.server.limits.sandbox_worker import OUT_OF_MEMORY
 from quire.server.templates.template_worker import (
+    RENDER_LIMIT_S,
     LoadTemplate,
     Render,
     Rendered,
@@ -20,6 +23,8 @@ from quire.server.templates.template_worker import (
     TemplateReply,
     decode_reply,
 )
+from support.server import wait_until
+from support.stopping import stopped
 
 TEMPLATE = (
     "{% set word = messages[0].content %}{{ bos_token }}{{ word }}"
@@ -122,7 +127,19 @@ def test_a_reply_that_nobody_reads_ends_the_process(child: Child) -> None:
 def test_an_endless_loop_is_ended_by_the_kernel_also_when_nobody_is_left(child: Child) -> None:
     child.send(conversation("loop"))
     child.close()
-    assert child.process.wait(END_LIMIT_S) == -signal.SIGALRM
+    assert child.process.wait(END_LIMIT_S) == -signal.SIGPROF
+
+
+def test_time_in_which_the_process_is_stopped_does_not_count(child: Child) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    child.send(conversation("loop"))
+    with stopped(child.process.pid):
+        until_s = time.monotonic() + RENDER_LIMIT_S
+        wait_until(lambda: time.monotonic() > until_s)
+    assert child.process.wait(END_LIMIT_S) == -signal.SIGPROF
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used_s > RENDER_LIMIT_S / 2      # the kernel counts in ticks
 
 
 def test_the_time_limit_is_for_one_render(child: Child) -> None:
@@ -130,7 +147,7 @@ def test_the_time_limit_is_for_one_render(child: Child) -> None:
     child.send(conversation("loop"))
     assert child.receive() == Rendered("<s>a")
     assert child.receive() is None
-    assert child.process.wait(END_LIMIT_S) == -signal.SIGALRM
+    assert child.process.wait(END_LIMIT_S) == -signal.SIGPROF
 
 
 def test_the_end_of_memory_ends_the_process(child: Child) -> None:

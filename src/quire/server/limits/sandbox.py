@@ -17,11 +17,11 @@ from quire.server.limits.fair_semaphore import FairSemaphore
 from quire.server.limits.sandbox_worker import MEMORY_LIMIT_BYTES, OUT_OF_MEMORY
 
 START_LIMIT_S = 60.0        # it takes a seventh of a second
-REPLY_SLACK = 5             # times the limit of a job: for a process that is stopped, or ignores its limits
+REPLY_SLACK = 15            # times the limit of a job, in wall time: for a process that is stopped, or ignores limits
 
 
 class JobLimitError(Exception):
-    """A job exceeded its time or its memory. The text says which: "within 2 seconds"."""
+    """A job exceeded its time or its memory. The text says which: "within 2 seconds of CPU time"."""
 
 
 class SandboxEndedError(RuntimeError):
@@ -38,7 +38,7 @@ class SandboxKind:
 
     name: str                   # errors say "the NAME process"
     module: str                 # run as `python -m MODULE FD`
-    job_limit_s: float
+    job_limit_s: float          # of CPU time
     max_reply_bytes: int
 
 
@@ -101,8 +101,8 @@ class SandboxLane:
 
     def _failure(self, status: int, *, is_ready: bool) -> Exception:
         """Return the error of the job that a process died of."""
-        if status == -signal.SIGALRM:
-            return JobLimitError(f"within {self._kind.job_limit_s:g} seconds")
+        if status == -signal.SIGPROF:
+            return JobLimitError(f"within {self._kind.job_limit_s:g} seconds of CPU time")
         if status == OUT_OF_MEMORY:
             return JobLimitError(f"within {MEMORY_LIMIT_BYTES >> 20} MiB of memory")
         cause = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
