@@ -16,8 +16,9 @@ import openai
 import pytest
 
 from support.clients import LIMIT_S
+from support.held_starts import amid_answers
 from support.metrics_page import read_metrics
-from support.server import ENTRY, ServerProcess, is_running, running_server, wait_until
+from support.server import ENTRY, ServerProcess, is_running, is_stopped, running_server, wait_until
 from support.stopping import stopped
 
 pytestmark = pytest.mark.usefixtures("demo_model")
@@ -29,6 +30,7 @@ ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": T
 DONE = "[DONE]"
 # Until it is told to end: a test that is stopped for seconds still sees it.
 STAYS_UNHEALTHY = f"from quire.server import lifecycle; lifecycle.UNHEALTHY_S = 600; {ENTRY}"
+STOPS_AMID_ANSWERS = amid_answers(NUM_STREAMS + NUM_WHOLE + 1) + STAYS_UNHEALTHY
 
 
 class Watched:
@@ -57,16 +59,21 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 @pytest.fixture
+def watched_amid_answers(tmp_path: Path) -> Iterator[Watched]:
+    yield from watched_server(tmp_path, entry=STOPS_AMID_ANSWERS)
+
+
+@pytest.fixture
 def watched_ranks(tmp_path: Path) -> Iterator[Watched]:
-    yield from watched_server(tmp_path, "-tp", "2")
+    yield from watched_server(tmp_path, "-tp", "2", entry=STOPS_AMID_ANSWERS)
 
 
-def watched_server(tmp_path: Path, *flags: str) -> Iterator[Watched]:
+def watched_server(tmp_path: Path, *flags: str, entry: str = STAYS_UNHEALTHY) -> Iterator[Watched]:
     mark = f"e2e-{uuid.uuid4().hex}"
     env = {"TMPDIR": str(tmp_path), "E2E_MARK": mark}
     patience = ("--stall-limit", "600", "--shutdown-timeout", "600")
     size = "--num-kv-blocks", "8192", "--swap-space", "4MiB"
-    with running_server(*size, *patience, *flags, env=env, entry=STAYS_UNHEALTHY) as server:
+    with running_server(*size, *patience, *flags, env=env, entry=entry) as server:
         found = Watched(server, mark, tmp_path)
         assert len(found.remains()) >= 3  # server, engine, port: the test can see them
         yield found
@@ -95,18 +102,19 @@ class Load:
         self._streams: list[asyncio.Task[list[str]]] = []
         self._wholes: list[asyncio.Task[httpx.Response]] = []
 
-    async def begin(self, body: dict[str, Any], *, is_held: bool = False) -> None:
-        """Open all requests; return when every stream has had its first event and the others have begun too.
-
-        `is_held`: the engine stands still; return when all of them are in its queue.
-        """
+    async def begin(self, body: dict[str, Any]) -> None:
+        """Open all requests of an engine that stands still; return when all of them are in its queue."""
         self._streams = [asyncio.create_task(self._read(body)) for _ in range(NUM_STREAMS)]
         self._wholes = [asyncio.create_task(self.http.post("/v1/completions", json=body)) for _ in range(NUM_WHOLE)]
-        if is_held:
-            await asyncio.to_thread(wait_until, lambda: _num_waiting(self._url) == NUM_STREAMS + NUM_WHOLE)
-            return
+        await self.wait_until_queued(NUM_STREAMS + NUM_WHOLE)
+
+    async def wait_until_queued(self, num_requests: int) -> None:
+        """Wait until so many requests are in the engine's queue."""
+        await asyncio.to_thread(wait_until, lambda: _num_waiting(self._url) == num_requests)
+
+    async def wait_begun(self) -> None:
+        """Wait for the first event of every stream."""
         await self._all_begun.wait()
-        await asyncio.to_thread(wait_until, lambda: _num_begun(self._url) == NUM_STREAMS + NUM_WHOLE)
 
     async def streams(self) -> list[list[str]]:
         """Wait for all streams; return the events of each."""
@@ -138,16 +146,12 @@ class Load:
 
 
 @asynccontextmanager
-async def load(server: ServerProcess, body: dict[str, Any], *, is_held: bool = False) -> AsyncIterator[Load]:
-    """Put a server under load, as in `Load.begin`."""
+async def load(server: ServerProcess, body: dict[str, Any]) -> AsyncIterator[Load]:
+    """Queue requests in a server whose engine stands still, as in `Load.begin`."""
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as http:
         clients = Load(server.url, http)
-        await clients.begin(body, is_held=is_held)
+        await clients.begin(body)
         yield clients
-
-
-def _num_begun(url: str) -> float:
-    return read_metrics(url)["vllm:prompt_tokens_total"] / len(PROMPT)
 
 
 def _num_waiting(url: str) -> float:
@@ -177,8 +181,8 @@ async def first_unhealthy(url: str) -> httpx.Response:
         await asyncio.sleep(0.05)
 
 
-def test_every_client_is_told_when_the_engine_is_killed(watched: Watched) -> None:
-    assert_every_client_is_told_of_the_end_of(watched.server.engine_pid(), watched)
+def test_every_client_is_told_when_the_engine_is_killed(watched_amid_answers: Watched) -> None:
+    assert_every_client_is_told_of_the_end_of(watched_amid_answers.server.engine_pid(), watched_amid_answers)
 
 
 def test_every_client_is_told_when_a_rank_is_killed(watched_ranks: Watched) -> None:
@@ -188,19 +192,26 @@ def test_every_client_is_told_when_a_rank_is_killed(watched_ranks: Watched) -> N
 
 
 def assert_every_client_is_told_of_the_end_of(pid: int, watched: Watched) -> None:
-    """Kill a process of the server under load; check each answer, the health, and that nothing is left."""
-    server = watched.server
+    """Kill a process of the server amid answers; check each answer, the health, and that nothing is left."""
+    server, engine = watched.server, watched.server.engine_pid()
 
     async def kill() -> tuple[list[list[str]], list[httpx.Response], httpx.Response, openai.APIError]:
         async with (
             openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=LIMIT_S) as client,
-            load(server, ENDLESS) as clients,
+            AsyncExitStack() as answering,
         ):
-            stream = await client.completions.create(
-                model=server.name, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
-            )
+            with stopped(engine):
+                clients = await answering.enter_async_context(load(server, ENDLESS))
+                stream = await client.completions.create(
+                    model=server.name, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+                )
+                await clients.wait_until_queued(NUM_STREAMS + NUM_WHOLE + 1)
+            await clients.wait_begun()
             await anext(stream)
+            await asyncio.to_thread(wait_until, lambda: is_stopped(engine))
             os.kill(pid, signal.SIGKILL)
+            if pid != engine:
+                os.kill(engine, signal.SIGCONT)     # it notices that a rank is gone
             with pytest.raises(openai.APIError) as raised:
                 async for _ in stream:
                     pass
@@ -228,7 +239,7 @@ def test_nothing_outlives_a_killed_server(watched: Watched) -> None:
 
     async def kill() -> list[BaseException | object]:
         with stopped(server.engine_pid()):      # else all might be over before
-            async with load(server, ENDLESS, is_held=True) as clients:
+            async with load(server, ENDLESS) as clients:
                 await asyncio.to_thread(wait_until, lambda: len(server.child_pids()) == 2)  # with the template worker
                 server.process.kill()
                 return await clients.broken()
@@ -246,7 +257,7 @@ def test_open_requests_end_in_peace_when_the_server_is_told_to(watched: Watched)
             AsyncExitStack() as answering,
         ):
             with stopped(server.engine_pid()):  # else all might be over before we have looked
-                clients = await answering.enter_async_context(load(server, ENDLESS | {"max_tokens": 300}, is_held=True))
+                clients = await answering.enter_async_context(load(server, ENDLESS | {"max_tokens": 300}))
                 server.signal(signal.SIGTERM)
                 while (await clients.http.get("/ready")).status_code == 200:
                     pass
@@ -273,7 +284,7 @@ def test_second_signal_ends_all_at_once(watched: Watched) -> None:
 
     async def end() -> None:
         with stopped(server.engine_pid()):
-            async with load(server, ENDLESS, is_held=True) as clients:
+            async with load(server, ENDLESS) as clients:
                 server.signal(signal.SIGTERM)
                 while (await clients.http.get("/ready")).status_code == 200:
                     pass

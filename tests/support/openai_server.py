@@ -28,6 +28,7 @@ from support.stopping import stopped
 HOST, NAME = "127.0.0.1", "tiny"
 LIMIT_S = 120.0
 DONE = "[DONE]"
+PATIENCE: dict[str, Any] = {"stall_limit": 600.0, "stream_keepalive": 600.0}     # as in support/server.py
 T = TypeVar("T")
 Json = dict[str, Any]
 
@@ -130,7 +131,7 @@ def openai_server(engine: EngineOptions, **options: Any) -> Iterator[OpenAIServe
         metrics = Metrics(NAME)
         client = await EngineClient.connect(steps.child, engine, metrics.engines[0])
         service = Service(
-            client, ServerOptions(**options), (NAME,), metrics, TemplateRenderer(client.tokenizer),
+            client, ServerOptions(**PATIENCE | options), (NAME,), metrics, TemplateRenderer(client.tokenizer),
             engine_options=engine,
         )  # fmt: skip
         service.can_sleep = engine.enable_sleep_mode

@@ -24,6 +24,9 @@ from support.forked_engines import ForkedProcess, parent
 ENTRY = "from quire.cli.main import main; main()"
 START_LIMIT_S = ANSWER_LIMIT_S = 120.0  # against hangs: no machine is that slow
 END_LIMIT_S = 120.0
+# Limits of servers, unless a test sets them: the machine may stop an engine, or the test that holds one, for as long as
+# by default makes a server refuse requests or write comments into streams.
+PATIENCE = {"serve": ("--stall-limit", "600", "--stream-keepalive", "600")}
 READY_LINE = re.compile(r"^Quire is serving (?P<name>.+) on (?P<url>(?:https?://|unix:)\S+)$", re.MULTILINE)
 
 
@@ -48,6 +51,7 @@ class ServerProcess:
         reader, writer = os.pipe()
         self.stdout = open(reader, "rb")  # noqa: SIM115 (closed by wait)
         environment = _environment() | (env or {})
+        arguments = PATIENCE.get(subcommand, ()) + arguments
         self.process: subprocess.Popen[bytes] | ForkedProcess
         if is_forked:
             streams = writer, self._log.fileno()

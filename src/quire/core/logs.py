@@ -23,7 +23,7 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 Form = Literal["mixed", "text", "json"]
 
 MAX_WAITING_LINES = 10_000
-FLUSH_LIMIT_S = 1.0
+FLUSH_LIMIT_S, LOOKS_PER_LIMIT = 1.0, 10
 GATHERING_S = 0.01       # from the first of some lines until they are written
 LINES_AT_ONCE = 256
 FILE_MODE = 0o600
@@ -177,9 +177,14 @@ class QueueingHandler(logging.Handler):
                 self._has_lines.set()
 
     def flush(self) -> None:
-        """Wait up to FLUSH_LIMIT_S for the queued lines."""
+        """Wait up to FLUSH_LIMIT_S for the queued lines; longer, if the machine stops the process meanwhile."""
         with self._written:
-            self._written.wait_for(lambda: not (self._lines or self._has_lines.is_set()), FLUSH_LIMIT_S)
+            for _ in range(LOOKS_PER_LIMIT):
+                if self._written.wait_for(self._has_written, FLUSH_LIMIT_S / LOOKS_PER_LIMIT):
+                    return
+
+    def _has_written(self) -> bool:
+        return not (self._lines or self._has_lines.is_set())
 
     def _write_lines(self) -> None:
         while True:
