@@ -3,6 +3,7 @@
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -263,6 +264,19 @@ def test_late_peer_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     producer.settle()
 
 
+def test_pause_of_the_process_makes_no_peer_late(pair: Pair) -> None:
+    producer, consumer = pair
+    producer.compute(PROMPT, TICKET)
+    with producer.tickets.lock:
+        loading = consumer.add(PROMPT, TICKET)
+        consumer.until_loading(loading)
+        wait_until(lambda: consumer.net.step() or bool(len(consumer.net._reads)))
+        consumer.net._reads._clock = lambda: time.monotonic() + 3600
+        consumer.net.step()
+    consumer.run()
+    assert loading.num_peer_tokens == 20
+
+
 def test_loads_are_given_back_before_anything_is_preempted(pair: Pair) -> None:
     producer, _ = pair
     consumer = Consumer(producer.port, num_blocks=12, max_num_seqs=2)
@@ -343,7 +357,7 @@ def test_close_ends_a_connection_that_is_just_being_made(pair: Pair, monkeypatch
     proven.wait()
     closing = threading.Thread(target=consumer.net.close, daemon=True)
     closing.start()
-    closing.join(10.0)
+    closing.join(120.0)
     assert not closing.is_alive()
     wait_until(lambda: producer.net.num_consumers == 1)  # the other consumer's
 

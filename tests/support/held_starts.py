@@ -48,7 +48,8 @@ def start_engine(command, **settings):
     module = command.index("-m")
     return subprocess.Popen([*command[:module], "-c", ENGINE, *command[module + 2 :]], **settings)
 """
-EACH, EACH_BUT_THE_FIRST = (_STARTS + _HELD.format(first=number) + ENTRY for number in (1, 2))  # entries of ServerProcess
+# Entries of ServerProcess.
+EACH, EACH_BUT_THE_FIRST = (_STARTS + _HELD.format(first=number) + ENTRY for number in (1, 2))
 
 
 def amid_answers(num_requests: int) -> str:

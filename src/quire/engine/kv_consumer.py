@@ -316,7 +316,7 @@ class KVConsumer:
         """Copy what has arrived into the cache, and ask for more."""
         for ended in self.arrivals.take_ended() if len(self._reads) else ():
             self._reads.end(ended)
-        if self._reads.are_late:
+        if self._reads.are_late():
             connection = self.arrivals.oldest()
             if connection is not None:
                 log.warning("a peer takes more than %g s for KV blocks; its connection is closed", READ_LIMIT_S)

@@ -61,7 +61,7 @@ class KVDisk:
         """Record what the disk has done, and give it more to do. For between two steps."""
         if self._num_writing or len(self._reads):
             self._collect()
-            if not self.tier.is_stalled and self._reads.are_late:
+            if not self.tier.is_stalled and self._reads.are_late():
                 log.warning("a read of KV blocks takes more than %g s; none is begun until it ends", READ_LIMIT_S)
                 self.tier.is_stalled = True
                 self._loads.give_back(self.tier)

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from quire.cache.loads import KVLoad, Loads, LoadSource
 
 READ_LIMIT_S = 5.0      # a read that takes longer is late: loads from its source are given up
+LOOK_S = 1.0            # counts at most between two looks: the time in which this process was stopped is not the read's
 
 L = TypeVar("L", bound=KVLoad)
 
@@ -51,17 +52,23 @@ class BlockReads(Generic[L]):
             loads, source, begin_read, reader, clock
         )  # fmt: skip
         self._begun: dict[int, float] = {}     # when each job was begun, the oldest first
+        self._oldest, self._waited_s, self._looked_s = -1, 0.0, 0.0     # a job, what counts of its time, the last look
         self.num_bytes, self.seconds = 0, 0.0  # since start
 
     def __len__(self) -> int:
         """Count the reads under way."""
         return len(self._begun)
 
-    @property
     def are_late(self) -> bool:
-        """Return whether the oldest read takes longer than READ_LIMIT_S."""
-        job = next(iter(self._begun), None)
-        return job is not None and self._clock() - self._begun[job] > READ_LIMIT_S
+        """Look whether the oldest read takes longer than READ_LIMIT_S; LOOK_S counts at most since the last look."""
+        if (job := next(iter(self._begun), None)) is None:
+            return False
+        if job != self._oldest:
+            self._oldest, self._waited_s, self._looked_s = job, 0.0, self._begun[job]
+        now_s = self._clock()
+        self._waited_s += min(now_s - self._looked_s, LOOK_S)
+        self._looked_s = now_s
+        return self._waited_s > READ_LIMIT_S
 
     def begin(self) -> None:
         """Begin what is due, until the reader has no memory for more."""
