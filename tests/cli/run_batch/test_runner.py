@@ -20,7 +20,7 @@ from quire.server.options import ServerOptions
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
 BODY = {"prompt": "def f(", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-STALL_LIMIT_S = 8.0      # longer than a busy machine stops the living engine
+STALL_LIMIT_S = 15.0     # longer than a busy machine stops the living engine
 
 
 def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -44,7 +44,7 @@ def run_with_a_stopped_engine(model: Path, num_engines: int, monkeypatch: pytest
 
 
 def test_batch_of_a_stopped_engine_ends_with_the_reason(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineDeadError, match="made no progress for 8 s"):
+    with pytest.raises(EngineDeadError, match="made no progress for 15 s"):
         run_with_a_stopped_engine(demo_model, 1, monkeypatch)
 
 

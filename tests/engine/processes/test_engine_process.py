@@ -64,6 +64,7 @@ from support.engine_process import (
 from support.fake_executor import expected_tokens
 from support.scheduling import Harness, make_request
 from support.scripted_engine import FAULT, spawn_scripted
+from support.single_steps import SingleSteps
 from support.stopping import stopped
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -179,19 +180,25 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
     recorder = Recorder()
 
     async def run() -> None:
-        client = await connect(EngineOptions(str(demo_model), max_num_seqs=8), recorder)
-        finished = await add(client, "x", GREEDY)
-        unread = await add(client, "x", LONG, "delta")
-        await until(lambda: bool(recorder.processed) and any(step.finished for step in recorder.processed))
-        streams = [await add(client, f"{i} = ", LONG, "delta") for i in range(32)]
-        readers = [asyncio.create_task(read_to_the_end(stream)) for stream in streams]
-        await until(lambda: client.state.num_running == 8 and client.num_queued >= 20)
+        options = EngineOptions(str(demo_model), max_num_seqs=8)
+        steps = SingleSteps(options)
+        client = await EngineClient.connect(steps.child, options, recorder)
+        with steps.on() as run_step:    # else answers might be over before the kill
+            finished = await add(client, "x", GREEDY)
+            unread = await add(client, "x", LONG, "delta")
+            while not any(step.finished for step in recorder.processed):
+                await step_on(client, recorder, run_step)
+            streams = [await add(client, f"{i} = ", LONG, "delta") for i in range(32)]
+            readers = [asyncio.create_task(read_to_the_end(stream)) for stream in streams]
+            while client.state.num_running < 8:
+                await step_on(client, recorder, run_step)
+            assert client.num_queued >= 20
 
-        death = asyncio.create_task(client.wait_dead())
-        os.kill(client._connection.engine.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(TIMEOUT_S):
-            errors = await asyncio.gather(*readers)
-            told = str(await death)
+            death = asyncio.create_task(client.wait_dead())
+            os.kill(client._connection.engine.process.pid, signal.SIGKILL)
+            async with asyncio.timeout(TIMEOUT_S):
+                errors = await asyncio.gather(*readers)
+                told = str(await death)
 
         assert told == "the engine process ended (killed by signal 9, Killed)"
         assert {str(error) for error in errors} == {told}
@@ -208,6 +215,11 @@ def test_death_of_the_engine_ends_every_stream_and_loses_no_finished_output(
         assert recorder.aborted_requests == []
         await client.close()
         await client.close()
+
+    async def step_on(client: EngineClient, recorder: Recorder, run_step: Callable[[], None]) -> None:
+        num_before = len(recorder.steps)
+        run_step()
+        await until(lambda: len(recorder.steps) > num_before)
 
     async def read_to_the_end(stream: RequestStream) -> EngineDeadError:
         with pytest.raises(EngineDeadError) as told:
