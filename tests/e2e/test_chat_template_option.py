@@ -27,9 +27,10 @@ def test_server_renders_the_given_template_with_its_variables(demo_model: Path, 
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a", "max_tokens": 1})):
             for options in ({}, {"stream_options": {"include_usage": False}}):
                 stream = server.post(path, body | {"stream": True} | options).text
-                last = json.loads(stream.split("data: ")[-2])
+                lines = stream.splitlines()
+                chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+                last = chunks[-1]
                 assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 1)
-                chunks = [json.loads(each) for each in stream.split("data: ")[1:-1]]
                 assert chunks[-2]["usage"]["completion_tokens"] == 1
                 assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 

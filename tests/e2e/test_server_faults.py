@@ -133,10 +133,11 @@ class Load:
         async with self.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
             assert response.status_code == 200
             async for line in response.aiter_lines():
+                if not line.startswith("data: "):   # a comment keeps a stream alive
+                    continue
                 if not events:
                     self._note_begin()
-                if line:
-                    events.append(line.removeprefix("data: "))
+                events.append(line.removeprefix("data: "))
         return events
 
     def _note_begin(self) -> None:

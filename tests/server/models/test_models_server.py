@@ -54,6 +54,11 @@ def complete(server: ServerProcess, model: str | None, **fields: Any) -> httpx.R
     return server.post("/v1/completions", {key: value for key, value in body.items() if value is not None})
 
 
+def events(stream: httpx.Response) -> Iterator[str]:
+    """Yield the lines of a stream's events; a slow one has comments besides."""
+    return (line for line in stream.iter_lines() if line.startswith("data: "))
+
+
 def states(server: ServerProcess) -> dict[str, str]:
     return {each["id"]: each["status"]["value"] for each in server.get("/v1/models").json()["data"]}
 
@@ -126,10 +131,10 @@ def test_open_stream_keeps_its_model_and_is_answered_before_another_is_loaded(se
     body = {"model": "one", "prompt": "import os", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with ThreadPoolExecutor(1) as client:
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as stream:
-            lines = stream.iter_lines()
+            lines = events(stream)
             assert "choices" in next(lines)
             other = client.submit(complete, server, "two")
-            read = [line for line in lines if line.startswith("data: ")]
+            read = [*lines]
         assert read[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in read[-2]
         assert other.result().json()["model"] == "two"
@@ -144,7 +149,7 @@ def test_killed_model_is_an_error_for_what_it_had_and_is_loaded_again(server: Se
             whole = client.submit(complete, server, "one")
             wait_until(lambda: server.get("/load").json() == {"server_load": 2})
             os.kill(pid, signal.SIGKILL)
-            (last,) = [line for line in stream.iter_lines() if line]
+            (last,) = events(stream)
         answer = whole.result()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "model_died"
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "model_died")
@@ -190,7 +195,7 @@ def test_death_is_told_once_the_next_request_loads_the_model_again(
 def test_client_that_goes_gives_up_its_place_and_its_wait(server: ServerProcess) -> None:
     body = {"model": "one", "prompt": "import os", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as stream:
-        assert "choices" in next(stream.iter_lines())
+        assert "choices" in next(events(stream))
         with socket.create_connection(("127.0.0.1", server.port)) as waiting:
             text = json.dumps(body | {"model": "owner/three"}).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(text)
@@ -216,11 +221,11 @@ def test_stop_answers_what_is_open_and_leaves_nothing(folder: Path, tmp_path: Pa
     with running_server("--models-dir", str(folder), *FLAGS, env={"TMPDIR": str(tmp_path)}) as server:
         body = {"model": "one", "prompt": "import os", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=ANSWER_LIMIT_S) as stream:
-            lines = stream.iter_lines()
+            lines = events(stream)
             assert "choices" in next(lines)
             assert [*tmp_path.iterdir()]
             server.signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert [*lines][-1] == "data: [DONE]"
         assert server.wait() == 0
         assert [*tmp_path.iterdir()] == []
 

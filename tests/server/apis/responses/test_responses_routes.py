@@ -60,7 +60,8 @@ def asked(model: CallingModel, name: str, **fields: Any) -> Json:  # noqa: ANN40
 def events_of(server: OpenAIServer, **body: Any) -> list[Json]:  # noqa: ANN401 (JSON)
     response = server.http.post(RESPONSES, json=body | {"stream": True})
     assert response.status_code == 200, response.text
-    return [json.loads(event.partition("\ndata: ")[2]) for event in response.text.split("\n\n")[:-1]]
+    events = [event for event in response.text.split("\n\n")[:-1] if not event.startswith(":")]     # no comments
+    return [json.loads(event.partition("\ndata: ")[2]) for event in events]
 
 
 # --- openai's SDK -----------------------------------------------------------------------------------------------------
