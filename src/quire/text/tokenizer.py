@@ -355,8 +355,7 @@ class ByteDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Append tokens and return the text that they complete."""
-        table = self._token_bytes
-        return self._decode(b"".join([table[token_id] for token_id in token_ids]), is_end=False)
+        return self._decode(b"".join(map(self._token_bytes.__getitem__, token_ids)), is_end=False)
 
     def finish(self) -> str:
         """Return what is left: U+FFFD for the bytes of a character that was never completed."""

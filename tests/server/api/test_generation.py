@@ -4,8 +4,7 @@ import pytest
 
 from quire.core.deltas import FinishReason
 from quire.core.outputs import CompletionOutput, RequestMetrics
-from quire.server.api.generation import RequestUsage, fill_record, request_times, total_usage
-from quire.server.apis.completions.openai_response import usage_json
+from quire.server.api.generation import RequestUsage, TokenUsage, fill_record, request_times, total_usage
 from quire.server.http.application import RequestRecord
 
 Piece = tuple[int, int, FinishReason | None]
@@ -25,9 +24,7 @@ def test_pieces_add_up_and_prompts_count_once() -> None:
         usage(3, RequestMetrics(0.0, num_cached_tokens=2), [(0, 2, None), (1, 1, "stop")], [(0, 1, "length")]),
         usage(4, RequestMetrics(0.0, num_cached_tokens=3), [(0, 5, "stop"), (1, 1, "stop")]),
     ]
-    assert usage_json(total_usage(requests)) == {
-        "prompt_tokens": 7, "completion_tokens": 10, "total_tokens": 17, "prompt_tokens_details": {"cached_tokens": 5}
-    }
+    assert total_usage(requests) == TokenUsage(num_prompt_tokens=7, num_output_tokens=10, num_cached_tokens=5)
     record = RequestRecord()
     fill_record(record, requests, n=2)
     assert record.finish_reasons == ["length", "stop", "stop", "stop"]

@@ -257,19 +257,16 @@ class TargetCounts:
             met["itl"] = ended.num_late_gaps <= LATE_GAPS_SHARE * ended.num_gaps
         if ended.met_deadline is not None:
             met["deadline"] = ended.met_deadline
-        self._add(met)
-
-    def count_unbegun(self) -> None:
-        """Count a request past its deadline that has no first token."""
-        for target in ("deadline", "all"):
-            self.num_with[target] += 1
-
-    def _add(self, met: dict[str, bool]) -> None:
         if not met:
             return
         for target, is_met in (met | {"all": all(met.values())}).items():
             self.num_with[target] += 1
             self.num_on[target] += is_met
+
+    def count_unbegun(self) -> None:
+        """Count a request past its deadline that has no first token."""
+        for target in ("deadline", "all"):
+            self.num_with[target] += 1
 
 
 Labels = dict[str, str]

@@ -71,6 +71,8 @@ class EngineConnection:
         self.is_closed = False  # then requests go to other engines; a large process takes seconds to end
         # Waits for the next report. EOFError or ConnectionError when the engine is gone.
         self.receive = partial(_receive, reader)
+        # Waits until the engine has taken most of what was sent. ConnectionError if it is gone.
+        self.drain = writer.drain
 
     @classmethod
     async def open(
@@ -99,10 +101,6 @@ class EngineConnection:
         """Send a frame. A connection that is closing drops it: its reader finds the end."""
         if not self._writer.is_closing():
             self._writer.write(message)
-
-    async def drain(self) -> None:
-        """Wait until the engine has taken most of what was sent. ConnectionError if it is gone."""
-        await self._writer.drain()
 
     def abort(self) -> None:
         """Close the connection at once; `receive` raises."""
@@ -269,24 +267,20 @@ class EngineClient(SingleEngine):
             self._forecast.record_asked(predicted_s, within_s)
         return corrected_s
 
-    def _record_sent(self, request: Request) -> None:
-        """Record a request that is about to be sent; one with a deadline shows how good forecasts are."""
-        now_s, predicted_s = time.monotonic(), 0.0
-        if request.has_deadline:
-            predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked_of(request), now_s)
-        self._forecast.record_sent(request, predicted_s, now_s)
-
     async def add(
         self, prepared: PreparedRequest, *, external_id: str, arrival_s: float, kind: OutputKind = "final"
     ) -> RequestStream:
         """Queue a request, once. EngineDeadError if the engine has died."""
         self._check_serves()
-        images, kept = prepared.request.images, self._connection.kept_pixels
-        sent = messages.add_message(prepared.request)
+        request, kept = prepared.request, self._connection.kept_pixels
+        images, sent = request.images, messages.add_message(request)
         if images:
             sent[1]["images"] = kept.without_kept(images)
         message = frame(sent)   # first: a request that cannot be sent leaves no trace
-        self._record_sent(prepared.request)
+        now_s, predicted_s = time.monotonic(), 0.0
+        if request.has_deadline:    # it shows how good forecasts are
+            predicted_s = self._forecast.first_token_s(self.state, self._streams.queued, asked_of(request), now_s)
+        self._forecast.record_sent(request, predicted_s, now_s)
         self._await_sign()
         stream = self._streams.open(prepared, external_id=external_id, arrival_s=arrival_s, kind=kind)
         self._connection.send(message)

@@ -148,12 +148,15 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the parameters that a body asks for, with the model's defaults for those that it leaves out.
 
-    Of the defaults a beam search has the temperature alone; the input processor bounds an answer without max_tokens.
-    InvalidRequestError for a value or text past its bounds.
+    Of the defaults a beam search has the temperature alone. `given` has `max_tokens`: where it is None the input
+    processor bounds the answer. InvalidRequestError for a value or text past its bounds.
     """
+    assert "max_tokens" in given, f"a call without max_tokens: {sorted(given)}"
+
     sampling, most = service.client.inputs.sampling, service.options.max_stop_chars
-    names = {"temperature"} if is_beam_search else sampling.params.keys() - {"max_tokens"}
-    defaults = {name: value for name, value in sampling.params.items() if name in names}
+    defaults = sampling.params
+    if is_beam_search:
+        defaults = {name: value for name, value in defaults.items() if name == "temperature"}
     params = SamplingParams(**(defaults | dict(given)))  # type: ignore[arg-type]
     if (longest := sampling.max_output_tokens) is not None and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, longest), min_tokens=min(params.min_tokens, longest))

@@ -62,17 +62,6 @@ def event(message: Json) -> bytes:
     return b"data: " + encode(message) + b"\n\n"
 
 
-def usage_json(usage: TokenUsage) -> Json:
-    """Return the usage object of a response."""
-    images = {"image_tokens": usage.num_image_tokens} if usage.num_image_tokens else {}
-    return {
-        "prompt_tokens": usage.num_prompt_tokens,
-        "completion_tokens": usage.num_output_tokens,
-        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, **images},
-    }
-
-
 def _with_nulls(usage: Json) -> Json:
     """Return the usage of a whole response; the last chunk of a stream has the fields with a value only."""
     prompt_details = usage["prompt_tokens_details"] | _UNUSED_OF_PROMPT_USAGE
@@ -133,7 +122,7 @@ class OpenAIResponseBuilder(ABC):
     CHUNK_OBJECT: ClassVar[str]
 
     def __init__(self, request: OpenAIRequest) -> None:
-        self.request = request
+        self.request, self.streams = request, request.stream
         self._prompt_logprobs: dict[int, Logprobs | None] = {}      # prompt -> its logprobs, once it has output
         self._prompt_scores: dict[int, NDArray[np.float32] | None] = {}  # likewise, if the request names token ids
         self._metrics: RequestMetrics | None = None                 # metrics of the last output
@@ -142,11 +131,6 @@ class OpenAIResponseBuilder(ABC):
         self._num_output_tokens: dict[int, int] | None = None           # choice -> count; None without usage in chunks
         if request.includes_usage_so_far:
             self._num_output_tokens = defaultdict(int)
-
-    @property
-    def streams(self) -> bool:
-        """True if the client asked for a stream."""
-        return self.request.stream
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole response, from the last output of each prompt."""
@@ -186,7 +170,13 @@ class OpenAIResponseBuilder(ABC):
 
     def _usage(self, usage: TokenUsage) -> Json:
         """Return the usage object, once all choices were built."""
-        return usage_json(usage)
+        images = {"image_tokens": usage.num_image_tokens} if usage.num_image_tokens else {}
+        return {
+            "prompt_tokens": usage.num_prompt_tokens,
+            "completion_tokens": usage.num_output_tokens,
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens, **images},
+        }
 
     def first_chunk(self) -> bytes:
         """Return nothing: a stream begins with its first output."""

@@ -44,7 +44,7 @@ class MessageBuilder:
     """Builds the response to one call."""
 
     def __init__(self, request: MessagesRequest, tokenizer: Tokenizer | None) -> None:
-        self.request = request
+        self.request, self.streams = request, request.stream
         self._reader: MessageReader | None = None
         if request.reading is not None:
             self._reader = MessageReader(request.reading, tokenizer, request.requests[0].prompt.token_ids)
@@ -56,11 +56,6 @@ class MessageBuilder:
         self._num_blocks = 0                            # begun so far
         self._has_begun = False
         self._ending: Json = {}
-
-    @property
-    def streams(self) -> bool:
-        """True if the client asked for a stream."""
-        return self.request.stream
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole message."""

@@ -40,7 +40,7 @@ class ResponsesBuilder:
     """Builds the response to one call: a `ResponseBuilder`."""
 
     def __init__(self, request: ResponsesRequest, tokenizer: Tokenizer | None) -> None:
-        self._request, self._tokenizer = request, tokenizer
+        self._request, self._tokenizer, self.streams = request, tokenizer, request.stream
         prompt, reading = request.requests[0].prompt, request.reading
         self._usage = TokenUsage(len(prompt.token_ids), 0, 0)
         self._metrics: RequestMetrics | None = None     # metrics of the last output
@@ -58,11 +58,6 @@ class ResponsesBuilder:
         self._echo = _echo(request)
         self._sequence_number = 0
         self._num_units = 0         # units of the output so far
-
-    @property
-    def streams(self) -> bool:
-        """True if the client asked for a stream."""
-        return self._request.stream
 
     def response(self, outputs: Sequence[RequestOutput], usage: TokenUsage) -> Iterator[bytes]:
         """Yield the whole response, from the last output."""
