@@ -81,7 +81,7 @@ def measure(headers: list[tuple[bytes, bytes]]) -> tuple[float, float, int]:
     waiting._max_waiting = CALLS
     waiting._calls, waiting._has_calls = traces.deque(), traces.threading.Event()
     waiting._sampling = sampling
-    on_loop, in_thread, num_spans = [], [], 0
+    on_loop, in_thread = [], []
     for _ in range(ROUNDS):
         records = [
             RequestRecord(f"cmpl-{number}", None, "quire-demo", True, 1, 100, 64, 64, ["stop"], 0.01, 0.1, 0)
@@ -98,12 +98,12 @@ def measure(headers: list[tuple[bytes, bytes]]) -> tuple[float, float, int]:
             record.trace.queued(calls[number], (metrics[number],))
             waiting.end(record, 200, number + 0.41)
         middle_s = time.process_time()
-        spans, num_spans = waiting._encoded(waiting._calls)
+        spans = waiting._encoded(waiting._calls)
         sampling.request(spans)
         in_thread.append(time.process_time() - middle_s)
         on_loop.append(middle_s - begin_s)
         waiting._calls.clear()
-    return median_us(on_loop), median_us(in_thread), num_spans // CALLS
+    return median_us(on_loop), median_us(in_thread), len(spans) // CALLS
 
 
 def median_us(rounds: list[float]) -> float:

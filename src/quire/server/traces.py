@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from random import Random
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -69,9 +70,14 @@ def _varint(number: int) -> bytes:
     return bytes(encoded)
 
 
+@lru_cache(1 << 10)
+def _head(tag: int, size: int) -> bytes:
+    """Return what is before the content of a field."""
+    return bytes((tag,)) + _varint(size)
+
+
 def _field(tag: int, content: bytes) -> bytes:
-    size = len(content)
-    return bytes((tag, size)) + content if size < 0x80 else bytes((tag,)) + _varint(size) + content
+    return _head(tag, len(content)) + content
 
 
 @cache
@@ -107,10 +113,38 @@ def _attribute(tag: int, name: str, value: Value) -> bytes:
     return _field(tag, _name(0x0A, name) + _field(0x12, _value(value)))
 
 
+@lru_cache(1 << 12)
+def _counts(names: tuple[str, ...], count: int | None) -> bytes:
+    """Return the attributes of a span with the same number; none for None."""
+    return b"".join([_attribute(0x4A, name, count) for name in names]) if count is not None else b""
+
+
 @cache
 def _float_head(tag: int, name: str) -> bytes:
     """Return the beginning of a KeyValue, up to the 8 bytes of its number."""
     return _attribute(tag, name, 0.0)[:-8]
+
+
+@cache
+def _ids_heads(size: int) -> tuple[bytes, bytes]:
+    """Return the beginnings of both attributes with the id of a request, up to its `size` bytes."""
+    first, second = (
+        _field(0x4A, _name(0x0A, name) + bytes(size))[:-size] for name in ("gen_ai.request.id", "gen_ai.response.id")
+    )
+    return first, second
+
+
+_PROMPT_TOKENS = "gen_ai.usage.prompt_tokens", "gen_ai.usage.input_tokens"
+_CACHED_TOKENS = ("gen_ai.usage.cache_read.input_tokens",)
+_OUTPUT_TOKENS = "gen_ai.usage.completion_tokens", "gen_ai.usage.output_tokens"
+_PREEMPTIONS = ("quire.preemptions",)
+_LATENCIES = [
+    _float_head(0x4A, f"gen_ai.latency.{name}") for name in (
+        "e2e", "time_in_queue", "time_to_first_token", "time_in_model_prefill", "time_in_model_decode",
+        "time_in_model_inference",
+    )
+]  # fmt: skip
+_ALL_LATENCIES = struct.Struct("<" + "".join(f"{len(head)}sd" for head in _LATENCIES))
 
 
 # --- spans of a call ------------------------------------------------------------------------------------------------
@@ -122,6 +156,7 @@ class TraceContext(NamedTuple):
     trace_id: bytes
     parent_id: bytes = b""
     state: bytes = b""       # the field of its spans
+    last_id: int = 0         # its spans have those that follow
 
 
 @dataclass(slots=True, eq=False)
@@ -216,38 +251,39 @@ class CallTrace:
         encoded = _usual_attributes(self.parameters, operation, record.model, reasons, self.status, self.path)
         if request_id:
             value = _field(0x12, _value(request_id))
-            for name in ("gen_ai.request.id", "gen_ai.response.id"):
-                encoded += _field(0x4A, _name(0x0A, name) + value)
-        encoded += _attributes(0x4A, {
-            "gen_ai.usage.prompt_tokens": record.prompt_tokens,
-            "gen_ai.usage.input_tokens": record.prompt_tokens,
-            "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
-            "gen_ai.usage.completion_tokens": record.output_tokens,
-            "gen_ai.usage.output_tokens": record.output_tokens,
-            "quire.preemptions": record.preemptions,
-        })  # fmt: skip
-        return encoded + _attributes(0x4A, self._latencies())
+            first, second = _ids_heads(len(value))
+            encoded += first + value + second + value
+        return b"".join((
+            encoded, _counts(_PROMPT_TOKENS, record.prompt_tokens), _counts(_CACHED_TOKENS, record.cached_tokens),
+            _counts(_OUTPUT_TOKENS, record.output_tokens), _counts(_PREEMPTIONS, record.preemptions),
+            self._latencies(),
+        ))  # fmt: skip
 
     @property
     def has_failed(self) -> bool:
         """True if the server failed to answer."""
         return self.status is not None and self.status >= 500
 
-    def _latencies(self) -> Attributes:
-        """Return durations in seconds under vLLM's names: of the prompt that is first in each."""
-        found: dict[str, float] = {"gen_ai.latency.e2e": self.ended_s - self.started_s}
-        for metrics, _ in self.prompts[:1]:
-            arrival_s, scheduled_s = metrics.arrival_s, metrics.first_scheduled_s
-            first_s, finished_s = metrics.first_token_s, metrics.finished_s
-            if scheduled_s is not None:
-                found["gen_ai.latency.time_in_queue"] = scheduled_s - arrival_s
-            if first_s is not None:
-                found["gen_ai.latency.time_to_first_token"] = first_s - arrival_s
-            if first_s is not None and finished_s is not None and scheduled_s is not None:
-                found["gen_ai.latency.time_in_model_prefill"] = first_s - scheduled_s
-                found["gen_ai.latency.time_in_model_decode"] = finished_s - first_s
-                found["gen_ai.latency.time_in_model_inference"] = finished_s - scheduled_s
-        return found
+    def _latencies(self) -> bytes:
+        """Return durations in seconds under vLLM's names, of the first prompt: those that it has reached."""
+        whole, queue, first, prefill, decode, inference = _LATENCIES
+        whole_s = self.ended_s - self.started_s
+        if not self.prompts:
+            return whole + _DOUBLE.pack(whole_s)
+        metrics = self.prompts[0][0]
+        arrival_s, scheduled_s = metrics.arrival_s, metrics.first_scheduled_s
+        first_s, finished_s = metrics.first_token_s, metrics.finished_s
+        if first_s is not None and finished_s is not None and scheduled_s is not None:
+            return _ALL_LATENCIES.pack(
+                whole, whole_s, queue, scheduled_s - arrival_s, first, first_s - arrival_s,
+                prefill, first_s - scheduled_s, decode, finished_s - first_s, inference, finished_s - scheduled_s,
+            )  # fmt: skip
+        encoded = whole + _DOUBLE.pack(whole_s)
+        if scheduled_s is not None:
+            encoded += queue + _DOUBLE.pack(scheduled_s - arrival_s)
+        if first_s is not None:
+            encoded += first + _DOUBLE.pack(first_s - arrival_s)
+        return encoded
 
 
 class _Parameters(NamedTuple):
@@ -294,7 +330,7 @@ class _CallSpans:
     def __init__(self, context: TraceContext, epoch_ns: int) -> None:
         self.fields = list[bytes]()
         self._epoch_ns, self._trace = epoch_ns, b"\x0a\x10" + context.trace_id + context.state
-        self._last_id = int.from_bytes(os.urandom(8)) >> 1
+        self._last_id = context.last_id
         self.root = self._trace + (b"\x22\x08" + context.parent_id if context.parent_id else b"") + _SERVER
 
     def next_id(self) -> int:
@@ -407,6 +443,7 @@ class _Sampling:
         provider = TracerProvider(shutdown_on_exit=False)
         self._sample, self._kind = provider.sampler.should_sample, SpanKind.SERVER
         self._is_sampled = Decision.RECORD_AND_SAMPLE
+        self._random = Random()     # noqa: S311 (ids, no secrets)
         self._extract, self._span_of = TraceContextTextMapPropagator().extract, get_current_span
         attributes = dict(provider.resource.attributes)
         if str(attributes.get("service.name", "")).startswith("unknown_service"):
@@ -418,22 +455,25 @@ class _Sampling:
     def context(self, call: CallTrace) -> TraceContext | None:
         """Return the trace that a call belongs to; None if it is not sampled."""
         parent = None
-        trace_id, parent_id = os.urandom(16), b""
+        number, parent_id = self._random.getrandbits(128), b""
         if "traceparent" in call.headers:
             parent = self._extract(call.headers)
             caller = self._span_of(parent).get_span_context()
             if caller.is_valid:
-                trace_id, parent_id = caller.trace_id.to_bytes(16), caller.span_id.to_bytes(8)
-        number = int.from_bytes(trace_id)
+                number, parent_id = caller.trace_id, caller.span_id.to_bytes(8)
         sampled = self._sample(parent, number, "llm_request", self._kind, {"url.path": call.path})
         if sampled.decision is not self._is_sampled:
             return None
         state = sampled.trace_state.to_header().encode() if sampled.trace_state else b""
-        return TraceContext(trace_id, parent_id, _field(0x1A, state) if state else b"")
+        state = _field(0x1A, state) if state else b""
+        return TraceContext(number.to_bytes(16), parent_id, state, self._random.getrandbits(63))
 
-    def request(self, spans: bytes) -> bytes:
-        """Return an ExportTraceServiceRequest."""
-        return _field(0x0A, self._resource + _field(0x12, self._scope + spans))
+    def request(self, spans: Sequence[bytes]) -> bytes:
+        """Return an ExportTraceServiceRequest. The spans, a megabyte of them, are copied once."""
+        num_bytes = sum(map(len, spans))
+        scope = _head(0x12, len(self._scope) + num_bytes) + self._scope
+        head = _head(0x0A, len(self._resource) + len(scope) + num_bytes) + self._resource + scope
+        return b"".join((head, *spans))
 
 
 class Traces:
@@ -484,12 +524,12 @@ class Traces:
         """Send the calls that wait, in batches; return the pause after a failure, which was `pause_s` before."""
         while self._calls:
             batch = [self._calls.popleft() for _ in range(min(len(self._calls), CALLS_AT_ONCE))]
-            spans, num_spans = self._encoded(batch)
-            if not num_spans:
+            spans = self._encoded(batch)
+            if not spans:
                 continue
             failure = self._sender.send(self._sampling.request(spans))
             if failure is not None:
-                self._count_dropped(num_spans)
+                self._count_dropped(len(spans))
                 if not pause_s:
                     log.warning(
                         "traces cannot be sent to %s: %s; spans are dropped until they can", self._endpoint, failure
@@ -500,8 +540,8 @@ class Traces:
             pause_s = 0.0
         return pause_s
 
-    def _encoded(self, calls: Iterable[CallTrace]) -> tuple[bytes, int]:
-        """Return the spans of the calls that are sampled, and their number."""
+    def _encoded(self, calls: Iterable[CallTrace]) -> list[bytes]:
+        """Return the spans of the calls that are sampled."""
         epoch_ns, fields = time.time_ns() - time.monotonic_ns(), list[bytes]()
         for call in calls:
             context = self._sampling.context(call)
@@ -509,7 +549,7 @@ class Traces:
                 spans = _CallSpans(context, epoch_ns)
                 call.add_to(spans)
                 fields += spans.fields
-        return b"".join(fields), len(fields)
+        return fields
 
 
 class _SpanSender:
