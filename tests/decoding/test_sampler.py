@@ -57,11 +57,11 @@ def plain_probabilities(params: SamplingParams, logits: np.ndarray, min_p: float
     weights = np.exp(scaled)
     if min_p > 0:
         weights[scaled < np.log(min_p)] = 0  # as weights they would round to 1 when the logits are almost equal
-    order = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
+    order = np.argsort(-logits, kind="stable")  # of equal logits, the lowest id first
     weights[order[params.top_k or len(order) :]] = 0
     if top_p < 1:
         ranked = weights[order] / weights.sum()
-        weights[[token for token, before in zip(order, np.cumsum(ranked) - ranked, strict=True) if before >= top_p]] = 0
+        weights[order[np.cumsum(ranked) - ranked >= top_p]] = 0
     return weights / weights.sum()
 
 
