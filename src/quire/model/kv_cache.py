@@ -82,7 +82,7 @@ class KVGeometry:
         the target behind the last token in a block, and the number of tokens up to it (`HeadDrafter`).
         """
         layers, states = list[LayerKV | LayerTail](), list[StateShape]()
-        for mixer in (each for layer in spec.layers for each in layer.mixers if spec.is_causal):
+        for mixer in (each for layer in spec.layers for each in layer.mixers) if spec.is_causal else ():
             if isinstance(mixer, DeltaNet):
                 sizes = mixer.num_key_heads, mixer.num_value_heads, mixer.key_dim, mixer.value_dim
                 heads = DeltaHeads(*sizes, has_row_decays=mixer.low_rank > 0)
