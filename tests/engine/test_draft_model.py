@@ -101,12 +101,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def answers(
-    model: Path | None, prompts: Sequence[Any] = PROMPTS, params: Sequence[SamplingParams] = PARAMS, **settings: object
-) -> list[object]:
+    model: Path | None, prompts: Sequence[Any] = PROMPTS, params: Sequence[SamplingParams] = PARAMS, *, times: int = 2,
+    **settings: object,
+) -> list[object]:  # fmt: skip
     """Return everything that is answered, to twice the same prompts: the second time they are prefix hits."""
     found: list[object] = []
     with LLM(model, **{"max_num_batched_tokens": 48, "num_kv_blocks": 200} | settings) as llm:
-        for _ in range(2):
+        for _ in range(times):
             outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
             for output in outputs:
                 found += [
@@ -321,7 +322,7 @@ def test_sliding_windows_of_the_target(
     params = [SamplingParams(temperature=i % 2 * 0.7, seed=i, max_tokens=50, ignore_eos=True) for i in range(4)]
     expected = answers(target, tokens, params, **settings)
     assert answers(target, tokens, params, **settings, **speculation(draft)) == expected
-    alone = [answers(target, tokens[i : i + 1], params[i : i + 1], **speculation(draft))[0] for i in range(4)]
+    alone = [answers(target, tokens[i : i + 1], params[i : i + 1], times=1, **speculation(draft))[0] for i in range(4)]
     assert alone == expected[: 2 * len(alone) : 2]
     some = watch.drafted[::40]
     with LLM(draft, dtype="float32", num_kv_blocks=100) as llm:
