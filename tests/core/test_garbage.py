@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+from quire.core import garbage
 from quire.core.garbage import collections_paused, older_objects_frozen
 
 
@@ -39,4 +40,14 @@ def test_collections_see_only_what_is_made_after_older_objects_were_frozen() -> 
         with older_objects_frozen():
             pass
         assert gc.get_freeze_count(), "the inner one leaves the outer one's objects alone"
+    assert gc.get_freeze_count() == 0
+
+
+def test_frozen_objects_are_not_counted_again_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count takes as long as a collection, and a call of `LLM` would make two."""
+    gc.unfreeze()
+    with older_objects_frozen(), monkeypatch.context() as patched:
+        patched.setattr(garbage, "gc", None)
+        with older_objects_frozen():
+            pass
     assert gc.get_freeze_count() == 0
