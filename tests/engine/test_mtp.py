@@ -196,7 +196,7 @@ def test_head_that_fails_beside_ranks_fails_the_step_alone(
 
 @pytest.mark.skipif(not usable_isas(), reason="the C++ kernels were not built")
 @pytest.mark.parametrize("name", ["glm4 moe", "qwen3.5"])
-@pytest.mark.usefixtures("as_many_as_possible", "drafts")
+@pytest.mark.usefixtures("as_many_as_possible", "drafts", "tests_frozen")
 def test_blocks_of_a_disk_and_sessions_and_sleep_keep_answers_and_drafts(
     folder_of: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
