@@ -154,8 +154,12 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
     first = 0 if window is None else max(0, tile_start - window + 1) // SLOTS_PER_KEY_TILE * SLOTS_PER_KEY_TILE
     num_tiles = -(-(span.end - first) // SLOTS_PER_KEY_TILE)
     slots = torch.arange(first, first + num_tiles * SLOTS_PER_KEY_TILE)  # positions in the sequence
+    # A slot that no query sees is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
+    seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.end - 1)
+    block_size = caches[0].shape[1]
+    places = span.table[seen // block_size].long() * block_size + seen % block_size
     (keys, key_scales), (values, value_scales) = (
-        _gather(spec, cache, span, slots, own) for cache, own in zip(caches, spec.kv_scales, strict=True)
+        _gather(spec, cache, places, own) for cache, own in zip(caches, spec.kv_scales, strict=True)
     )
     values = values[..., : spec.output_dim].contiguous()
     positions = torch.arange(begin, begin + num_products * height)[:, None]
@@ -188,17 +192,13 @@ def _attend(spec: AttentionSpec, query: Tensor, caches: tuple[Tensor, Tensor], s
     return result.transpose(1, 2).flatten(0, 1)[taken, :, :group].flatten(1, 2)
 
 
-def _gather(
-    spec: AttentionSpec, cache: Tensor, span: _Span, slots: Tensor, scale: float
-) -> tuple[Tensor, Tensor | float]:
+def _gather(spec: AttentionSpec, cache: Tensor, places: Tensor, scale: float) -> tuple[Tensor, Tensor | float]:
     """Return key tiles of keys or values in float32, [num_tiles * num_kv_heads, SLOTS_PER_KEY_TILE, head_dim].
 
-    And their scales, [num_tiles * num_kv_heads, 1, SLOTS_PER_KEY_TILE], or the one for all. A slot that no query sees
-    is replaced by one that is seen: it may hold anything, and 0 times NaN is NaN.
+    And their scales, [num_tiles * num_kv_heads, 1, SLOTS_PER_KEY_TILE], or the one for all. `places`: of the tokens of
+    the tiles, block * block_size + offset.
     """
-    (_, block_size, num_kv_heads, width), window = cache.shape, spec.window
-    seen = slots.clamp(0 if window is None else max(0, span.start - window + 1), span.end - 1)
-    places = span.table[seen // block_size].long() * block_size + seen % block_size
+    num_kv_heads, width = cache.shape[2:]
     taken = as_bytes(cache).view(-1, num_kv_heads * width).index_select(0, places)
     taken = taken.view(-1, SLOTS_PER_KEY_TILE, num_kv_heads, width).transpose(1, 2).flatten(0, 1)
     elements, scales = _elements(spec, taken, cache.dtype, scale)
