@@ -51,11 +51,11 @@ def test_rate_above_what_fits_is_told(run: Run, tmp_path: Path, rate: float | No
 
 
 def test_highest_rate_is_searched_and_its_load_reported(run: Run, tmp_path: Path) -> None:
-    load = ("--workload", "alpaca", "--num-prompts", 100, "--rate", 1)
+    load = ("--workload", "alpaca", "--num-prompts", 100, "--rate", 4)
     goal = ("--goodput", "ttft:200", "tpot:40", "--find-rate", "--precision", 0.2)
     record = simulated(run, tmp_path, *load, *goal)
     found, best = record["find_rate"], record["find_rate"]["rate"]
-    assert [probe["rate"] for probe in found["probes"]][:2] == [1.0, 2.0]
+    assert [probe["rate"] for probe in found["probes"]][:2] == [4.0, 8.0]
     assert best < found["missed_rate"] <= best * 1.2
     assert {probe["rate"]: probe["is_met"] for probe in found["probes"]}[best]
     assert record["workload"]["arrivals"] == f"Poisson, {best:g}/s"
