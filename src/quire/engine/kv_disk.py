@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire.cache.disk_tier import DiskTier, StoredLoad
 from quire.cache.loads import Loads
-from quire.engine.kv_reads import READ_LIMIT_S, BlockReads
+from quire.engine.kv_reads import LOOK_S, READ_LIMIT_S, BlockReads
 
 if TYPE_CHECKING:
     from quire.engine.kv_sessions import KVSessions
@@ -150,12 +150,17 @@ class KVDisk:
         }  # fmt: skip
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
-        """Write what is queued, as far as the time and the rate allow. No step is under way."""
-        until_s = self._clock() + timeout_s
-        while self.num_left and self._clock() < until_s:
+        """Write what is queued, as far as the time and the rate allow. No step is under way.
+
+        Time in which the machine stops this process does not count: between two looks there is at most LOOK_S.
+        """
+        waited_s, looked_s = 0.0, self._clock()
+        while self.num_left and waited_s < timeout_s:
             self.step()
             if self.num_left:
                 self.wait(0.005)
+            now_s = self._clock()
+            waited_s, looked_s = waited_s + min(now_s - looked_s, LOOK_S), now_s
 
     def close(self) -> None:
         """Give up what is under way for sessions, drain, and close the store. Idempotent."""

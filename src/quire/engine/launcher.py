@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from quire.engine.options import EngineOptions
 SPINS = {"GOMP_SPINCOUNT": "10000"}
 SECRET_BYTES = 32
 STOP_TIMEOUT_S = 3.0  # after its socket was closed; usually milliseconds
+LOOKS_PER_TIMEOUT = 30
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -119,15 +119,21 @@ def spinning_environment() -> dict[str, str]:
     return threads | ({} if "OMP_WAIT_POLICY" in os.environ else SPINS) | os.environ
 
 
-def wait_or_kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """Wait for processes that have been asked to end; kill those that do not within a time for all of them."""
-    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+def wait_or_kill(processes: Iterable[subprocess.Popen[bytes]], timeout_s: float | None = None) -> None:
+    """Wait for processes that have been asked to end; kill those that do not within a time for all of them.
+
+    `timeout_s`: None: STOP_TIMEOUT_S. It is counted in looks, as the machine may stop all processes for a while.
+    """
+    look_s, num_left = (STOP_TIMEOUT_S if timeout_s is None else timeout_s) / LOOKS_PER_TIMEOUT, LOOKS_PER_TIMEOUT
     for process in processes:
-        try:
-            process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and num_left:
+            try:
+                process.wait(look_s)
+            except subprocess.TimeoutExpired:
+                num_left -= 1
+        if process.poll() is None:
             process.kill()
-            process.wait()
+        process.wait()
 
 
 def start_module(

@@ -4,6 +4,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +53,8 @@ from support.ragged_executor import RaggedExecutor
 from support.random_model import write_random_model
 from support.records import Records, events_of, replayed, unpacked, whole_record
 from support.scheduling import Harness, random_run
+from support.server import wait_until
+from support.stopping import stopped
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 
@@ -409,6 +413,25 @@ def test_record_of_an_engine_that_is_killed_is_whole(demo_model: Path, tmp_path:
         server.wait_until(lambda: not server.service.client.is_alive)
     run = replayed(whole_record(tmp_path))
     assert (run.num_requests, run.num_steps) == (1, 30)
+
+
+def test_recorder_that_gets_no_cpu_time_at_the_end_writes_all(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 0.01)
+    llm = LLM(str(demo_model), num_kv_blocks=24, max_model_len=200, record=str(tmp_path))
+    llm.generate(["import os"], GREEDY, use_tqdm=False)
+    scheduler = llm._engine.engine.scheduler
+    assert isinstance(scheduler, RecordedScheduler)
+    line, closing = scheduler.sink, threading.Thread(target=llm.close)
+    assert isinstance(line, recorded_scheduler.Line)
+    with stopped(line._process.pid):
+        closing.start()
+        wait_until(lambda: line._is_over)
+        until_s = time.monotonic() + 0.1
+        wait_until(lambda: time.monotonic() > until_s)
+    closing.join()
+    whole_record(tmp_path)
 
 
 def test_record_has_no_prompt_no_answer_and_no_salt(demo_model: Path, tmp_path: Path) -> None:

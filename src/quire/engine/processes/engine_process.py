@@ -463,10 +463,12 @@ def _serve_asleep(
 def _finish_writing(connection: Connection, disk: KVDisk) -> None:
     """Close the store of a disk tier, once the thread of the steps has written what is queued.
 
-    It has DRAIN_S, and while the server is there to wait for it: another one may want the folder.
+    It has DRAIN_S, and while the server is there to wait for it: another one may want the folder. Looks are counted, as
+    the machine may stop this process for a while.
     """
-    until_s = time.monotonic() + DRAIN_S
-    while disk.num_left and connection.is_awaited and time.monotonic() < until_s:
+    for _ in range(round(DRAIN_S / DISK_WAIT_S)):
+        if not (disk.num_left and connection.is_awaited):
+            break
         time.sleep(DISK_WAIT_S)
     disk.close_store()
 

@@ -25,7 +25,7 @@ from quire.core.options import parse_bytes
 from quire.core.plan import UNMEASURED, StepPlan, StepResult, encode
 from quire.core.pooling import BeamTask
 from quire.core.sequence import Request, Sequence
-from quire.engine.launcher import STOP_TIMEOUT_S, start_module, wait_or_kill
+from quire.engine.launcher import start_module, wait_or_kill
 from quire.engine.messages import add_message
 from quire.engine.options import EngineOptions
 from quire.engine.recording.record import (
@@ -248,6 +248,7 @@ def _planned_by(result: StepResult, running: Iterable[Request]) -> StepResult:
 
 
 _MAX_UNSENT_BYTES = 64 << 20    # beyond, the recorder does not keep up, and the record ends
+_END_TIMEOUT_S = 60.0           # for what the recorder has left to write: on a busy machine it gets little CPU time
 
 
 class Line:
@@ -275,11 +276,11 @@ class Line:
     def close(self) -> None:
         """End the record, and wait for the recorder."""
         if not self._is_over:
-            self._connection.settimeout(STOP_TIMEOUT_S)
+            self._connection.settimeout(_END_TIMEOUT_S)
             self.send(b"")
         self._is_over = True
         self._connection.close()
-        wait_or_kill([self._process])
+        wait_or_kill([self._process], _END_TIMEOUT_S)
 
     def _end(self, reason: str) -> None:
         log.error("the recorder gets no more events, so the record ends: %s", reason)
