@@ -26,6 +26,7 @@ from fleet_soak import end_of_stream
 from quire.cluster.deployment import ENGINES, DeployOptions, deploy
 from quire.engine.options import EngineOptions
 from quire.server.options import ServerOptions
+from support.ray_cluster import wait_longer_for_nodes
 
 LIMIT_S = 240.0
 ENGINE = EngineOptions(num_kv_blocks=256, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=64)
@@ -34,6 +35,7 @@ ENGINE = EngineOptions(num_kv_blocks=256, max_model_len=1024, max_num_seqs=4, ma
 @contextmanager
 def cluster() -> Iterator[None]:
     """Run a cluster of this machine; nothing is left of it."""
+    wait_longer_for_nodes()
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")       # short: sockets are in it
     ray.init(
         num_cpus=2, include_dashboard=False, object_store_memory=78 << 20, log_to_driver=False, _temp_dir=folder

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
@@ -33,14 +35,19 @@ SETTINGS = {
 }  # fmt: skip
 
 
+def wait_longer_for_nodes() -> None:
+    """Let Ray wait ten times as long for a node of this process as its 30 s, which no setting changes."""
+    from ray._private import node
+
+    node.time = SimpleNamespace(monotonic=lambda: time.monotonic() / 10, sleep=time.sleep, time=time.time)
+
+
 @contextmanager
 def cluster(num_nodes: int) -> Iterator["Cluster"]:
-    """Run nodes of one CPU each; nothing is left of them.
-
-    All of them start here: Ray waits 30 s for one, too short while ranks load on the same CPUs.
-    """
+    """Run nodes of one CPU each; nothing is left of them. All of them start here, and no rank loads meanwhile."""
     from ray.cluster_utils import Cluster
 
+    wait_longer_for_nodes()
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")       # short: sockets are in it
     os.environ["RAY_TMPDIR"] = folder
     node = {"num_cpus": 1, "object_store_memory": 78 << 20}

@@ -18,6 +18,11 @@ from support.openai_server import OpenAIServer, openai_server
 from support.server import ENTRY
 
 
+@pytest.fixture(autouse=True)
+def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.cli.top.reading.TIMEOUT_S", 120.0)
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[OpenAIServer]:
     with openai_server(EngineOptions(num_kv_blocks=64)) as server:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from quire.core.errors import ConfigError
 from quire.server.errors import ApiError
+from quire.server.images import fetching
 from quire.server.images.fetching import CheckedResolver, ImageFetcher, is_public
 from quire.server.options import ServerOptions
 
@@ -25,6 +26,11 @@ PRIVATE = (
     "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a00:1::", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2001:db8::1",
     "2001:0:7f00:1::", "localhost", "", "0x7f000001",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _answers_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "FETCH_LIMIT_S", 120.0)
 
 
 @pytest.mark.parametrize("address", PRIVATE)
