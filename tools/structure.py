@@ -11,7 +11,9 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
@@ -21,6 +23,7 @@ READING_GUIDE = ROOT / "docs/reading-guide.md"
 MAX_ATTRIBUTES = 15
 MAX_PERSONS = 20  # words of the prose that make a person of a request or a block
 
+STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case
 CLASSES = re.compile(r"^[ \t]*class (\w+)[(:\[]", re.MULTILINE)
 PERSONS = re.compile(r"\b(?:who|whom|whose|somebody|nobody)\b", re.IGNORECASE)
 QUESTIONS = re.compile(r"(?:Who|Whom|Whose|What|Whether|How|Why|Where|When|From|Which)\b")
@@ -37,6 +40,26 @@ def module_name(path: Path, sources: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+class Facts(NamedTuple):
+    """What a module's source says."""
+
+    docstrings: list[str]
+    num_attributes: list[tuple[str, int]]  # of each class
+    imports: set[str]                      # modules of the same folder
+
+
+@cache
+def facts(sources: Path) -> dict[str, Facts]:
+    """Return what each module says, by its name; parsing all takes a second and a half, and is done once."""
+    found, known = dict[str, Facts](), modules(sources)
+    for name, path in known.items():
+        tree = ast.parse(path.read_text())
+        classes = [node for node in statements(tree) if isinstance(node, ast.ClassDef)]
+        counts = [(node.name, len(attributes(node))) for node in classes]
+        found[name] = Facts(list(docstrings(tree)), counts, imports(name, path, tree, known))
+    return found
+
+
 def named_files(text: str) -> list[Path]:
     """Return the Python files that a text names, each once, in order; a bare name is in the last one's folder."""
     files: dict[Path, None] = {}
@@ -50,9 +73,23 @@ def named_files(text: str) -> list[Path]:
     return list(files)
 
 
+def statements(node: ast.AST, *, at_run_time: bool = False) -> Iterator[ast.AST]:
+    """Yield the statements below `node`, handlers and cases among them; without `if TYPE_CHECKING:` `at_run_time`.
+
+    Expressions, nine nodes of ten, hold no statement.
+    """
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, STATEMENTS):
+            continue
+        if at_run_time and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from statements(child, at_run_time=at_run_time)
+
+
 def docstrings(tree: ast.Module) -> Iterator[str]:
     """Yield every docstring of a module, its own first."""
-    for node in ast.walk(tree):
+    for node in (tree, *statements(tree)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -91,8 +128,8 @@ def persons() -> list[tuple[Path, str]]:
 
 def question_openings(sources: Path = SOURCES) -> list[Path]:
     """Return the modules with a docstring that opens with a question word: their own, a class's or a function's."""
-    texts = {path: docstrings(ast.parse(path.read_text())) for path in modules(sources).values()}
-    return [path for path, found in texts.items() if any(map(QUESTIONS.match, found))]
+    paths = modules(sources)
+    return [paths[name] for name, own in facts(sources).items() if any(map(QUESTIONS.match, own.docstrings))]
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -109,12 +146,10 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 def crowded_classes(sources: Path = SOURCES) -> dict[str, int]:
     """Return the classes with more than `MAX_ATTRIBUTES` attributes, by full name; fields of records do not count."""
-    crowded = {}
-    for name, path in modules(sources).items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES:
-                crowded[f"{name}.{node.name}"] = len(attributes(node))
-    return crowded
+    return {
+        f"{name}.{class_name}": count
+        for name, own in facts(sources).items() for class_name, count in own.num_attributes if count > MAX_ATTRIBUTES
+    }  # fmt: skip
 
 
 def repeated_classes(sources: Path = SOURCES) -> dict[str, list[str]]:
@@ -126,11 +161,11 @@ def repeated_classes(sources: Path = SOURCES) -> dict[str, list[str]]:
     return {class_name: where for class_name, where in found.items() if len(where) > 1}
 
 
-def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
+def imports(name: str, path: Path, tree: ast.Module, known: Mapping[str, Path]) -> set[str]:
     """Return the modules of the package that a module imports, inside functions too, but not those for types alone."""
     found = set()
     parents = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in runtime_nodes(ast.parse(path.read_text())):
+    for node in statements(tree, at_run_time=True):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -141,19 +176,9 @@ def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     return {module for module in found if module in known and module != name}
 
 
-def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below `node`, without the bodies of `if TYPE_CHECKING:`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from runtime_nodes(child)
-
-
 def import_graph(sources: Path = SOURCES) -> dict[str, set[str]]:
     """Return the modules of the package that each of them imports."""
-    known = modules(sources)
-    return {name: imports(name, path, known) for name, path in known.items()}
+    return {name: own.imports for name, own in facts(sources).items()}
 
 
 def import_circles(sources: Path = SOURCES) -> list[list[str]]:
