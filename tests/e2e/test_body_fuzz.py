@@ -21,6 +21,7 @@ from quire.server.apis.completions.completion_bodies import (
 )
 from quire.server.apis.responses.responses_bodies import ResponsesBody
 from support.clients import LIMIT_S
+from support.json_mutations import JUNK, places
 from support.metrics_page import wait_until_idle
 from support.reciting_model import Reciter
 from support.server import ServerProcess, running_server
@@ -69,13 +70,6 @@ WHOLE: dict[str, tuple[dict[str, Any], type]] = {
     "/v1/prefixes": ({"prompt": [5, 6, 7], "cache_salt": "s"}, PrefixBody),
     "/v1/sessions": ({"prompt": [5, 6, 7], "cache_salt": "s", "ttl": 60}, SessionBody),
 }
-JUNK: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400),
-    *(0.5, -0.0, 1e308, float("nan"), float("-inf")),
-    *("", "x", "é🙂", "\0", "\ud800", "null", "y" * 3000, "stop", "model", "{{ 1/0 }}"),
-    *([], [[]], [None], [1, "a"], [0] * 200, [[1], [2]], [True], ["a", 1], [1.5], [2**40]),
-    *({}, {"a": 1}, {"5": 200}, {"x": {}}, {"type": "text"}, {"role": "user", "content": None}),
-)
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +78,6 @@ def small_server(reciter: Reciter) -> Iterator[ServerProcess]:
     arguments = ("--max-model-len", str(MAX_TOKENS), "--max-n", str(MAX_CHOICES))
     with running_server(str(reciter.folder), *arguments) as running:
         yield running
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 (JSON)
-    """Yield every container of a body with each of its keys."""
-    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        yield value, key
-        if isinstance(inner, dict | list):
-            yield from places(inner)
 
 
 def mutated_fields(rng: random.Random, whole: dict[str, Any], names: list[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from quire.core.errors import ConfigError, ModelError
 from quire.engine import launcher
 from quire.engine.options import EngineOptions
 from quire.model.resolve import DEMO_MODEL
+from quire.server.errors import ApiError
 from quire.server.models.model_folder import ModelFolder
 from quire.server.models.model_process import ModelProcess
 from quire.server.models.models_app import ModelsApp
@@ -242,7 +243,7 @@ def test_killed_server_leaves_no_process_and_no_file(folder: Path, tmp_path: Pat
 
 def test_folder_may_change_and_hub_caches_are_read(tmp_path: Path) -> None:
     models = ModelFolder(tmp_path)
-    with pytest.raises(ModelError, match="there is no model 'one'"):
+    with pytest.raises(ApiError, match="there is no model 'one'"):
         models.served_name("one")
     (tmp_path / "one").symlink_to(DEMO_MODEL)
     assert models.served_name("one:latest") == "one"

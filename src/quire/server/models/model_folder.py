@@ -15,6 +15,7 @@ from quire.core.checks import nearest
 from quire.core.errors import ConfigError, ModelError
 from quire.core.hub import GGUF_SUFFIX, snapshot_in, whole_gguf_files
 from quire.core.model_files import is_gguf
+from quire.server.errors import ApiError
 
 MAX_MODELS = 1024
 LATEST = ":latest"      # what Ollama's clients put behind a name
@@ -47,10 +48,13 @@ class ModelFolder:
         return found[name]
 
     def served_name(self, asked: str) -> str:
-        """Return the name of a model for one that a client sends, with or without ":latest"; ModelError as `path`."""
+        """Return the name of a model for one that a client sends, with or without ":latest". ApiError 404 for none."""
         if asked.endswith(LATEST) and asked not in self._paths:
             asked = asked.removesuffix(LATEST)
-        self.path(asked)
+        try:
+            self.path(asked)
+        except ModelError as error:
+            raise ApiError(404, str(error), param="model", code="model_not_found") from error
         return asked
 
     def _found(self) -> dict[str, Path]:

@@ -14,7 +14,6 @@ import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.core.errors import ModelError
 from quire.core.version import __version__
 from quire.server.apis.messages.messages_bodies import error_body as messages_error_body
 from quire.server.errors import NO_JSON, ApiError, as_api_error, invalid, shutting_down
@@ -112,7 +111,7 @@ class ModelsApp:
             data = [self._described(name) for name in self._supervisor.folder.names()]
             return JSONResponse({"object": "list", "data": data})
         if path.startswith("/v1/models/"):
-            name = self._served(path.removeprefix("/v1/models/"))
+            name = self._supervisor.folder.served_name(path.removeprefix("/v1/models/"))
             return JSONResponse(self._described(name))
         return self._ollama.get(path)
 
@@ -126,7 +125,7 @@ class ModelsApp:
         """Return the loaded model that a GET is for: that of ?model=, or the one that was asked last."""
         asked = parse_qs(scope["query_string"].decode("latin-1")).get("model")
         loaded = self._supervisor.places.loaded()
-        name = self._served(asked[-1]) if asked else (loaded[0] if loaded else None)
+        name = self._supervisor.folder.served_name(asked[-1]) if asked else (loaded[0] if loaded else None)
         if name is None or name not in loaded:
             told = "no model is loaded" if name is None else f"model {name!r} is not loaded"
             message = f"{told}, and a {scope['method']} loads none: a request that names a model does"
@@ -158,18 +157,12 @@ class ModelsApp:
         except NO_JSON as error:
             invalid(f"the body is no valid JSON: {error}", code="invalid_json")
         if asked is not None:
-            return self._served(asked)
+            return self._supervisor.folder.served_name(asked)
         names = [*self._supervisor.folder.names()]
         if len(names) != 1:
             told = f"the body must name a model; there are {', '.join(names[:8]) or 'none'}"
             invalid(told, param="model", code="model_required")
         return names[0]
-
-    def _served(self, asked: str) -> str:
-        try:
-            return self._supervisor.folder.served_name(asked)
-        except ModelError as error:
-            raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
     async def _forward(self, scope: Scope, body: bytes, sender: Reply, name: str, *, is_use: bool = True) -> None:
         """Send a request to the server of a model, and its answer back. ApiError 502 where that dies before."""

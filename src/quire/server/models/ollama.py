@@ -73,18 +73,12 @@ class OllamaRoutes:
         passed = {name.decode(): value.decode("latin-1") for name, value in headers if name in _PASSED_ON}
         if kind == "show":
             asked = _decode(body, NameBody)
-            name = self._served(asked.model or asked.name or "")
+            name = self._supervisor.folder.served_name(asked.model or asked.name or "")
             await _send_json(_shown(name, self._supervisor.folder.path(name)), send)
         elif kind in ("embed", "embeddings"):
             await self._embed(_decode(body, OllamaEmbedBody), passed, send, is_old=kind == "embeddings")
         else:
             await self._generate(_decode(body, OllamaChatBody), passed, send, is_chat=kind == "chat")
-
-    def _served(self, asked: str) -> str:
-        try:
-            return self._supervisor.folder.served_name(asked)
-        except ModelError as error:
-            raise ApiError(404, str(error), param="model", code="model_not_found") from error
 
     def _running(self, name: str, path: Path) -> Json:
         expires_s = self._supervisor.places.expires_s(name) - time.monotonic()
@@ -92,7 +86,8 @@ class OllamaRoutes:
         return listed | {"expires_at": now(expires_s), "size_vram": 0}
 
     async def _generate(self, body: OllamaChatBody, headers: dict[str, str], send: Send, *, is_chat: bool) -> None:
-        began_s, name, form = time.monotonic(), self._served(body.model), AnswerForm(body.model, is_chat=is_chat)
+        began_s, name = time.monotonic(), self._supervisor.folder.served_name(body.model)
+        form = AnswerForm(body.model, is_chat=is_chat)
         kept_s, made = keep_alive_s(body.keep_alive), sampling(body)
         if not (body.messages if is_chat else body.prompt):
             await self._load(name, kept_s, form, send)
@@ -129,7 +124,7 @@ class OllamaRoutes:
         await _send_json(form.part("") | {"done": True, "done_reason": "unload" if kept_s == 0 else "load"}, send)
 
     async def _embed(self, body: OllamaEmbedBody, headers: dict[str, str], send: Send, *, is_old: bool) -> None:
-        began_s, name = time.monotonic(), self._served(body.model)
+        began_s, name = time.monotonic(), self._supervisor.folder.served_name(body.model)
         texts = body.prompt if is_old else body.input
         if texts is None:
             invalid(f"the body must have {'prompt' if is_old else 'input'}")
