@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from typing import Annotated, Any, Literal
 
 import jsonschema
@@ -113,11 +112,9 @@ def test_proofs_take_bounded_work() -> None:
     assert len(lengths) ** 2 / 2 < MAX_COMPARISONS < 1000**2 / 2
     lengths = [{"type": "string", "minLength": 2 * n, "maxLength": 2 * n + 1} for n in range(1000)]
     circle = {"type": "object", "properties": {key: {"$ref": "#/$defs/c"} for key in "abcd"}, "required": [*"abcd"]}
-    start = time.process_time()
-    assert "oneOf" in without_disjoint_one_of({"oneOf": lengths})
+    assert "oneOf" in without_disjoint_one_of({"oneOf": lengths})   # it has given up
     circles = {"$defs": {"c": circle}, "oneOf": [{"$ref": "#/$defs/c"}, circle]}
-    assert without_disjoint_one_of(circles) == circles
-    assert time.process_time() - start < 2
+    assert without_disjoint_one_of(circles) == circles     # without a bound, it would never end
 
 
 @pytest.mark.parametrize("seed", range(8))
