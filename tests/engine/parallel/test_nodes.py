@@ -223,7 +223,7 @@ def test_server_over_two_nodes_is_restarted(demo_model: Path, tmp_path: Path) ->
     write_adapter(tmp_path / "sql", demo_model, seed=1)
     flags = [
         "-tp", "2", "--nnodes", "2", "--master-port", str(free_port()), "--num-kv-blocks", "64", "--enable-lora",
-        "--allow-runtime-lora", "--lora-root", str(tmp_path),
+        "--allow-runtime-lora", "--lora-root", str(tmp_path), "--stall-limit", "600",
     ]  # fmt: skip
     restarts = ["--restart-engine", "1"]
     body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
