@@ -112,7 +112,7 @@ def mean_cost(cost: StepCost, step_costs: Sequence[float], acceptance: float, nu
 MEASURED_INT4 = [29.9, 38.7, 38.7, 47.5, 47.5, 80.0, 80.0, 80.0, 80.0]
 
 
-@pytest.mark.parametrize("num_tokens", [64, 128, 1000])
+@pytest.mark.parametrize("num_tokens", [64, 128, 300])
 @pytest.mark.parametrize("bytes_per_weight", [4.0, 2.0, 1.03, 0.57])
 @pytest.mark.parametrize("kernels", PRODUCTS_PER_BYTE)
 def test_drafts_that_are_always_wrong_cost_less_than_three_percent(
