@@ -355,7 +355,7 @@ class Protocol(HttpToolsProtocol):
         if size.num_bytes > self._limits.max_header_bytes:
             self._check_header_bytes(size.num_bytes)
         if self._part == "head":
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" \t"))  # RFC 9110, 5.5; httptools 0.9.0 strips only in front
 
     def on_headers_complete(self) -> None:
         """Start the request, or queue it behind earlier requests of the connection.
