@@ -17,7 +17,7 @@ from quire.server.limits.fair_semaphore import FairSemaphore
 from quire.server.limits.sandbox_worker import MEMORY_LIMIT_BYTES, OUT_OF_MEMORY
 
 START_LIMIT_S = 60.0        # it takes a seventh of a second
-REPLY_SLACK = 15            # times the limit of a job, in wall time: for a process that is stopped, or ignores limits
+REPLY_SLACK = 30            # times the limit of a job, in wall time: for a process that is stopped, or ignores limits
 
 
 class JobLimitError(Exception):
