@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.manager import KVCacheManager
 from quire.cache.prefix_tree import NONE, PrefixMatch
 from quire.cache.states import PlannedEntry, SequenceState, States, most_slots
@@ -18,6 +19,7 @@ from quire.core.config import PreemptionMode
 from quire.core.deltas import WAIT_REASONS
 from quire.core.errors import InvalidRequestError
 from quire.core.plan import EntryState, RowResult, StepResult
+from quire.core.pooling import NO_SCOPE
 from quire.core.sampling_params import BeamSearchParams
 from quire.scheduling import admission
 from quire.scheduling.plan_builder import PlanBuilder
@@ -313,6 +315,27 @@ def test_slot_that_is_loaded_into_is_taken_before_a_snapshot_of_a_running_sequen
     states.end_lease(91)
     machine.check()
     machine.assert_empty()
+
+
+def test_lease_without_a_slot_for_its_state_changes_nothing() -> None:
+    """A sequence that begins with the only snapshot holds its slot, too: to evict it would end the match alone."""
+    machine = harness(num_state_slots=2)
+    cached_tokens(machine, PROMPT, max_tokens=1)
+    cache, states = machine.cache, machine.cache.states
+    assert states is not None
+    assert states.lease(90)
+    match = cache.match(PROMPT, 30, NO_SCOPE)
+    assert match.num_tokens == 28
+    cache.create(91, PROMPT, NO_SCOPE, match)
+    for num_blocks, with_state in ((9, True), (999, False)):
+        with pytest.raises(OutOfBlocksError):
+            cache.lease(92, PROMPT, NO_SCOPE, match, num_blocks, with_state=with_state)
+        assert cache.match(PROMPT, 30, NO_SCOPE).num_tokens == 28
+    cache.create(93, PROMPT, NO_SCOPE, match)
+    for seq_id in (91, 93):
+        cache.free(seq_id)
+    states.end_lease(90)
+    machine.check()
 
 
 def test_pins_keep_their_snapshots_in_half_of_the_slots() -> None:

@@ -328,14 +328,12 @@ class KVCacheManager:
         table = self._new_table(0)
         table.begin(match.blocks, len(match.blocks) * self.block_size)
         self.prefixes.begin(table, token_ids, scope, len(match.blocks), keeps_all=True)
-        try:
-            table.append((num_blocks - len(match.blocks)) * self.block_size)
-        except OutOfBlocksError:
+        num_needed = num_blocks - len(match.blocks)
+        has_blocks = num_needed <= self.num_free_blocks
+        if not has_blocks or (with_state and (self.states is None or not self.states.lease(lease_id))):
             table.free()
-            raise
-        if with_state and (self.states is None or not self.states.lease(lease_id)):
-            table.free()
-            raise OutOfBlocksError("no slot is left for a state")
+            raise OutOfBlocksError(f"need {num_needed} blocks of {self.num_free_blocks}, and a slot for a state")
+        table.append(num_needed * self.block_size)
         self.leases[lease_id] = table
 
     def lease_computed(self, lease_id: int, seq_id: int, num_blocks: int) -> list[int] | None:

@@ -97,11 +97,14 @@ class SnapshotTree(PrefixTree):
             self.snapshots[block] = slot
         self.snapshots.move_to_end(block)
 
-    def evict(self, kept: Collection[int] = ()) -> bool:
-        """Give up the snapshot that was used the longest ago, none in the slots `kept`; False if there is none."""
+    def evict(self, kept: Collection[int] = (), *, frees: bool = False) -> bool:
+        """Give up the snapshot that was used the longest ago, none in the slots `kept`; False if there is none.
+
+        `frees`: nor one in a slot with other owners, which would not become free.
+        """
         for _ in range(len(self.snapshots)):
             block, slot = next(iter(self.snapshots.items()))
-            if slot not in kept:
+            if slot not in kept and not (frees and self.slots.ref_count(slot) > 1):
                 self.slots.release(self.snapshots.pop(block))
                 self.num_evicted += 1
                 return True
@@ -312,8 +315,8 @@ class States:
         assert holder is not None, "more sequences run than there are slots for"
         self.slots.release(holder.snapshots.pop(0).slot)
 
-    def _tree_evicts(self) -> bool:
-        return self._tree is not None and self._tree.evict(self._kept.num_keepers)
+    def _tree_evicts(self, *, frees: bool = False) -> bool:
+        return self._tree is not None and self._tree.evict(self._kept.num_keepers, frees=frees)
 
     def _positions(self, state: SequenceState, committed: int, num_prompt_tokens: int) -> list[int]:
         """Return where a sequence leaves snapshots in a step, ascending, at most MAX_SNAPSHOTS.
@@ -425,10 +428,8 @@ class States:
 
     def lease(self, lease_id: int) -> bool:
         """Hold a slot that is to be filled with a snapshot, until running sequences need it; False if there is none."""
-        if not self.slots.num_free_blocks and not self._tree_evicts():
+        if not self.slots.num_free_blocks and not self._tree_evicts(frees=True):
             return False
-        if not self.slots.num_free_blocks:
-            return False                                # the evicted one is that of a sequence, too
         (self._leased[lease_id],) = self.slots.allocate(1)
         return True
 
