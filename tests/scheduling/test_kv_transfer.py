@@ -636,6 +636,20 @@ def test_prompt_without_a_snapshot_leaves_no_ticket() -> None:
         assert consumer.ask(PROMPT, TICKET).num_peer_tokens == 0
 
 
+def test_prompt_of_several_branches_without_a_snapshot_counts_once() -> None:
+    with kv_pair(num_state_slots=12) as (producer, _):
+        harness = producer.harness
+        harness.add(PROMPT, n=3, max_tokens=2, ignore_eos=True).transfer = KVTransfer(TICKET, OWNER)
+        tree = harness.cache.prefixes.snapshots
+        assert tree is not None
+        while harness.scheduler.has_requests:
+            while tree.evict():
+                pass
+            harness.step()
+        assert producer.tickets.counts == {"stateless": 1}
+        producer.settle()
+
+
 # --- many -----------------------------------------------------------------------------------------------------------
 
 
