@@ -211,6 +211,13 @@ def test_snapshots_that_were_used_the_longest_ago_make_room() -> None:
     assert cached_tokens(machine, third, max_tokens=1) == [0]
 
 
+def test_snapshot_of_an_output_makes_room_for_the_next_one() -> None:
+    machine = harness(num_state_slots=4, max_num_seqs=1)
+    for own, max_tokens in ((1, 1), (2, 20)):
+        cached_tokens(machine, [own] * 18, max_tokens=max_tokens)
+    assert cached_tokens(machine, [1] * 18) == [16]
+
+
 def test_requests_wait_for_slots_with_a_reason_of_their_own() -> None:
     machine = harness(num_state_slots=3, max_num_seqs=8)
     for own in range(4):
@@ -248,10 +255,13 @@ def test_failed_step_leaves_no_snapshot() -> None:
     machine.assert_right(request)
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("kind", ["swap", "recompute"])
-def test_preempted_request_returns_with_its_state(kind: PreemptionMode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_branches_return_with_their_states(
+    kind: PreemptionMode, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = harness(mode=kind, num_swap_blocks=50, num_swap_slots=4)
-    requests = [machine.add([own] * 20, max_tokens=40, ignore_eos=True) for own in (1, 2)]
+    requests = [machine.add([own] * 20, n=n, max_tokens=40, ignore_eos=True) for own in (1, 2)]
     for _ in range(14):
         machine.step()
     planner = machine.scheduler.planner
@@ -266,7 +276,7 @@ def test_preempted_request_returns_with_its_state(kind: PreemptionMode, monkeypa
     monkeypatch.undo()
     machine.run()
     assert requests[1].num_preemptions == 1
-    assert requests[1].num_recomputed_tokens == (1 if kind == "recompute" else 0), "from its last full block on"
+    assert requests[1].num_recomputed_tokens == (n if kind == "recompute" else 0), "from their last full blocks on"
     for request in requests:
         machine.assert_right(request)
 

@@ -252,7 +252,7 @@ class States:
         for entry in entries:
             state = self._states[entry.seq_id]
             if len(state.snapshots) > 1:
-                self._keep_last_border(state)
+                self._give_up_output(state, 1)
             read, committed = state.slot, state.committed
             assert committed <= entry.start, f"sequence {entry.seq_id} at {entry.start} has committed {committed}"
             commit_to = max(committed, entry.stop - entry.may_be_late)
@@ -336,11 +336,10 @@ class States:
         """Give slots to snapshots of a sequence, as far as there are any; return positions and slots."""
         taken = []
         for position in positions:
-            if not self.slots.num_free_blocks and not self._tree_evicts() and (written := self._written(state)):
-                state.snapshots.remove(written[0])
-                self.slots.release(written[0].slot)
+            if not self.slots.num_free_blocks and not self._give_up_output(state, 0):
+                self._tree_evicts(frees=True)
             if not self.slots.num_free_blocks:
-                break                                   # also if the evicted one is read by the step
+                break
             slot = self.slots.allocate(1)[0]
             state.snapshots.append(HeldSnapshot(position, slot, self._num_planned))
             taken.append((position, slot))
@@ -348,12 +347,14 @@ class States:
         self._num_taken += len(taken)
         return tuple(taken)
 
-    def _keep_last_border(self, state: SequenceState) -> None:
-        """Give up snapshots of the output but the last that has been taken."""
+    def _give_up_output(self, state: SequenceState, num_left: int) -> bool:
+        """Give up the written snapshots of an output but the last `num_left`; return whether there were any."""
         written = [each for each in self._written(state) if each.position not in state.wanted]
-        for each in written[:-1]:
+        given_up = written[: max(0, len(written) - num_left)]
+        for each in given_up:
             state.snapshots.remove(each)
             self.slots.release(each.slot)
+        return bool(given_up)
 
     def _written(self, state: SequenceState) -> list[HeldSnapshot]:
         return [each for each in state.snapshots if each.step < self._num_ended]

@@ -233,10 +233,12 @@ class AdmissionControl:
     def has_prompt(self, request: Request, match: PrefixMatch) -> bool:
         """Return whether a match has all full blocks of the prompt: then no branch waits for another.
 
-        False for a model with states: one branch may lose its snapshot as another starts, and would
-        compute the prompt in blocks of its own, which `known_blocks` counts once.
+        With states each branch must have them: from an earlier snapshot it would compute blocks of the prompt for
+        itself, which `known_blocks` counts once.
         """
-        if self._cache.states is not None:
+        num_full, rest = request.live[0].num_prompt_tokens // self._cache.block_size, request.live[1:]
+        if not match.blocks or len(match.blocks) < num_full:
             return False
-        num_full = request.live[0].num_prompt_tokens // self._cache.block_size
-        return len(match.blocks) > 0 and len(match.blocks) >= num_full
+        if self._cache.states is None:
+            return True
+        return all(len(self.match_sequence(request, other).blocks) >= num_full for other in rest)
