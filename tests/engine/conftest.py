@@ -1,4 +1,4 @@
-"""Time for engines to end by themselves: how they end is looked at, and a busy machine may hold them up."""
+"""Time for engines to end by themselves, and for ranks to give a sign: a busy machine may hold both up."""
 
 import pytest
 
@@ -6,3 +6,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _engines_may_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("quire.engine.parallel.rank_set.SILENCE_SHARE", 60.0)   # of a stall limit of 10 s

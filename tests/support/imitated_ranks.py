@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire import LLM, LoRARequest, RequestOutput, SamplingParams
-from quire.engine.parallel import node, starters
+from quire.engine.parallel import node, rank_set, starters
 from support.faults import raising
 from support.forked_engines import fork_module
 from support.nodes import NodeCommand, as_flags, free_port, running_node
@@ -133,6 +133,7 @@ def main() -> None:
     from quire.engine.parallel import gpu_ranks
 
     gpu_ranks.REASON_TIMEOUT_S = 60.0  # a busy machine may stop the rank that is the cause
+    rank_set.SILENCE_SHARE = 60.0   # or another one
     node.PROCESS_MODULE = RANK_MODULE
     node.start_module = starters.start_module = fork_module  # type: ignore[assignment]  # what is used of `Popen`
     for case in cases:

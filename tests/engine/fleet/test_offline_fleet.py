@@ -36,7 +36,7 @@ SEEDLESS = SamplingParams(temperature=1.0, max_tokens=12, n=2, stop=["e"])
 LONG = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
 PROMPTS = ["def area(", *([5 + number, 6, 7, 8] for number in range(7))]
 CHAT = [[{"role": "user", "content": text}] for text in ("Hello", "What is 2 + 2?", "Name a colour.")]
-SETTINGS: dict[str, Any] = {"num_kv_blocks": 256, "max_model_len": 1024}
+SETTINGS: dict[str, Any] = {"num_kv_blocks": 256, "max_model_len": 1024, "stall_limit": 600.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -256,7 +256,7 @@ def test_each_engine_may_have_several_ranks_and_adapters(tmp_path: Path) -> None
     (tmp_path / "model").mkdir()
     folder = write_random_model(tmp_path / "model")
     write_adapter(tmp_path / "adapter", folder, 1)
-    settings: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 96, "enable_lora": True}
+    settings: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 96, "enable_lora": True, "stall_limit": 600.0}
     adapters = [None, LoRARequest("a", 1, str(tmp_path / "adapter"))] * 2
     prompts = [[5, 9, 11, 200, 31] * 9, [7] * 40, [5, 9, 11], [3] * 20]
     with LLM(folder, **settings) as llm:

@@ -158,7 +158,8 @@ def test_a_step_that_fails_on_a_rank_fails_alone_and_a_killed_rank_ends_all(
         assert not command.pids()
 
 
-def test_rank_that_is_stopped_ends_the_run(folder: Path) -> None:
+def test_rank_that_is_stopped_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.parallel.rank_set.SILENCE_SHARE", 0.8)
     with two_nodes(folder, num_kv_blocks=64, stall_limit=10) as (llm, command):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         _, member = command.pids()

@@ -318,7 +318,8 @@ def test_rank_that_is_killed_in_a_step_ends_it(llm: LLM) -> None:
                 pass
 
 
-def test_rank_that_is_stopped_ends_the_engine(demo_model: Path) -> None:
+def test_rank_that_is_stopped_ends_the_engine(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.parallel.rank_set.SILENCE_SHARE", 0.8)
     with LLM(demo_model, tensor_parallel_size=2, num_kv_blocks=128, stall_limit=10) as llm:
         (pid,) = pids(llm)
         os.kill(pid, signal.SIGSTOP)
