@@ -140,6 +140,22 @@ def test_time_of_a_ticket_begins_anew_when_it_is_redeemed(pair: Pair) -> None:
     assert tickets.counts == {"made": 2, "redeemed": 1, "expired": 2}
 
 
+def test_check_may_meet_a_ticket_that_is_just_redeemed(pair: Pair) -> None:
+    tickets = pair[0].tickets
+    first, _ = (pair[0].compute(PROMPT, name) for name in (TICKET, OTHER))
+    transfer, scope = first.transfer, first.scope
+    assert transfer is not None
+
+    class Blocks(list[int]):
+        def __len__(self) -> int:
+            tickets.redeem(TICKET, binding(transfer, scope))    # as a connection's thread may at any time
+            return super().__len__()
+
+    tickets._tickets[TICKET].blocks = Blocks(tickets._tickets[TICKET].blocks)
+    pair[0].harness.check()
+    assert tickets.counts["redeemed"] == 1
+
+
 def test_tickets_of_one_prompt_have_bounded_bytes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ticket has the prompt's tokens, although the blocks are the same: the oldest one ends for the newest."""
     producer, consumer = pair

@@ -190,8 +190,9 @@ class Tickets:
 
     def checking(self) -> Iterator[None]:
         """Assert, in slices, that each ticket has its blocks."""
-        assert self.num_blocks == sum(len(ticket.blocks) for ticket in self._tickets.values())
-        for ticket in list(self._tickets.values()):
+        tickets = list(self._tickets.values())      # a thread of a connection may redeem one meanwhile
+        assert self.num_blocks == sum(len(ticket.blocks) for ticket in tickets)
+        for ticket in tickets:
             held = self._cache.leased_blocks(ticket.lease_id, 0, len(ticket.blocks))
             if self._cache.states is not None and (slot := self._cache.states.kept(ticket.lease_id)) is not None:
                 held += self._parts.numbers(slot)
