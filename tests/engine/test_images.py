@@ -512,7 +512,6 @@ def shared(llava: Path) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"kv_disk_dir": "disk", "kv_disk_size": "64MiB"}, "they are not served with kv_disk_dir"),
         ({"record": "run.quirelog"}, "they are not served with record"),
         ({"memory_policy": "contiguous-max"}, "they are not served with memory_policy 'contiguous-max'"),
     ],

@@ -77,11 +77,17 @@ class StoredLoad(KVLoad):
 
 
 class _QueuedRun(NamedTuple):
-    """Tokens of a scope, with blocks that are to be written if they are still in the cache."""
+    """Tokens of a scope, with blocks that are to be written if they are still in the cache; `packed`: their names."""
 
     scope: Scope
     key: bytes
+    tokens: bytes
     packed: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tokens, and of the names where they are others."""
+        return len(self.tokens) + (len(self.packed) if self.packed is not self.tokens else 0)
 
 
 class TierCounts:
@@ -157,15 +163,15 @@ class StoredStates:
 
 
 class WriteQueue:
-    """Runs of blocks that are to be written, in bounded memory."""
+    """Runs of blocks that are to be written, in bounded memory. `names`: `StoredKeys.names`."""
 
     def __init__(
-        self, cache: "KVCacheManager", stored: StoredBlocks, keys: _ScopeKeys, counts: TierCounts,
-        policy: DiskWritePolicy, parts: StateParts,
+        self, cache: "KVCacheManager", stored: StoredBlocks, keys: _ScopeKeys, names: "Callable[[bytes], bytes]",
+        counts: TierCounts, policy: DiskWritePolicy, parts: StateParts,
     ) -> None:  # fmt: skip
         self._cache, self._stored, self._keys, self._counts = cache, stored, keys, counts
         self._policy, self._size, self._states = policy, cache.block_size, StoredStates(cache, parts)
-        self._runs, self._num_bytes = deque[_QueuedRun](), 0
+        self._names, self._runs, self._num_bytes = names, deque[_QueuedRun](), 0
 
     def __len__(self) -> int:
         """Count the runs."""
@@ -180,9 +186,10 @@ class WriteQueue:
         """Add the first blocks of a sequence."""
         if not num_blocks or not self._stored.num_slots:
             return
-        run = _QueuedRun(scope, self._keys[scope], as_bytes(token_ids[: num_blocks * self._size]))
+        tokens = as_bytes(token_ids[: num_blocks * self._size])
+        run = _QueuedRun(scope, self._keys[scope], tokens, self._names(tokens))
         self._runs.append(run)
-        self._num_bytes += len(run.packed)
+        self._num_bytes += run.num_bytes
         while self._num_bytes > MAX_QUEUED_BYTES:
             self._pop(num_stored=0)
 
@@ -211,7 +218,7 @@ class WriteQueue:
             self._pop(min(len(path), num_blocks))
 
     def _cached(self, run: _QueuedRun) -> list[int]:
-        return self._cache.prefixes.blocks_of(array("i", run.packed), run.scope)
+        return self._cache.prefixes.blocks_of(array("i", run.tokens[: len(run.packed)]), run.scope)
 
     def end(self, slot: int, *, is_ok: bool) -> None:
         """Record a write that has ended."""
@@ -230,13 +237,13 @@ class WriteQueue:
 
     def _pop(self, num_stored: int) -> None:
         """Remove the first run; what is not stored of it is dropped."""
-        num_bytes = len(self._runs.popleft().packed)
-        self._num_bytes -= num_bytes
-        self._counts.num_dropped += num_bytes // (_TOKEN_BYTES * self._size) - num_stored
+        run = self._runs.popleft()
+        self._num_bytes -= run.num_bytes
+        self._counts.num_dropped += len(run.packed) // (_TOKEN_BYTES * self._size) - num_stored
 
     def check(self) -> None:
         """Assert that the bytes of all runs are counted."""
-        assert self._num_bytes == sum(len(run.packed) for run in self._runs)
+        assert self._num_bytes == sum(run.num_bytes for run in self._runs)
 
 
 class DiskTier:
@@ -249,11 +256,12 @@ class DiskTier:
         self, cache: "KVCacheManager", stored: StoredBlocks, scope_key: "Callable[[bytes], bytes]",
         policy: DiskWritePolicy = "finished", parts: StateParts = NO_STATES,
     ) -> None:  # fmt: skip
-        self.stored, self._size = stored, cache.block_size
+        assert cache.loads is not None, "a tier without loads"
+        self.stored, self._size, self._names = stored, cache.block_size, cache.loads.stored_keys.names
         self._keys = _ScopeKeys(scope_key)
         self.readers: dict[int, KVLoad] = {}       # the load of each slot that is read for one
         self.counts = TierCounts()
-        self.writes = WriteQueue(cache, stored, self._keys, self.counts, policy, parts)
+        self.writes = WriteQueue(cache, stored, self._keys, self._names, self.counts, policy, parts)
         self._states = StoredStates(cache, parts)
         self.blocks_per_s: float | None = None     # speed of loads, measured by the caller
         self.is_written_over = False               # another engine writes: a changed block is not spoilt
@@ -267,7 +275,7 @@ class DiskTier:
     def find(self, wanted: Wanted, num_found: int) -> StoredLoad | None:
         """Return a load of what is stored behind the first `num_found` blocks; None: nothing."""
         num_full = wanted.num_tokens // self._size
-        key, packed = self._keys[wanted.scope], as_bytes(wanted.token_ids[: num_full * self._size])
+        key, packed = self._keys[wanted.scope], self._names(as_bytes(wanted.token_ids[: num_full * self._size]))
         path, parts = self.stored.find(key, packed), self._states.parts
         if parts.num_parts:
             most = (wanted.num_tokens - 1) // self._size    # the last token is computed behind the state

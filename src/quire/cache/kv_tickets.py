@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20   # of all tickets: a prefix that is found costs its request little, and each ticket its tokens
 TICKET_BYTES = 1024    # of a ticket, beside its tokens and the numbers of its blocks
+_TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +39,7 @@ class KVTicket:
     lease_id: int           # lease of the request that has computed it
     name: str
     binding: bytes          # digest of its owner and scope
-    tokens: bytes           # packed, 4 bytes each
+    tokens: bytes           # packed, 4 bytes each: names of blocks, `quire.cache.stored_keys`
     blocks: list[int]       # and parts
     ends_s: float
     is_redeemed: bool = False
@@ -55,7 +56,9 @@ class Tickets:
         self, cache: "KVCacheManager", lease_s: float, clock: Callable[[], float], parts: StateParts = NO_STATES
     ) -> None:
         assert cache.prefixes.can_be_found, "tickets without a prefix cache"
+        assert cache.loads is not None, "tickets without loads"
         self._cache, self.lease_s, self._clock, self._parts = cache, lease_s, clock, parts
+        self._names = cache.loads.stored_keys.names
         if cache.states is not None:
             cache.states.on_give_up = self._give_up
         self.lock = threading.Lock()
@@ -91,12 +94,14 @@ class Tickets:
         size, num_parts = self._cache.block_size, self._parts.num_parts
         num_usable = sequence.num_prompt_tokens - (num_parts > 0)  # the last token is computed behind the state
         num_blocks = min(num_usable, sequence.num_computed_tokens) // size
+        tokens = self._names(as_bytes(sequence.token_ids[: num_blocks * size]))
+        num_blocks = len(tokens) // (_TOKEN_BYTES * size)
         if not num_blocks or transfer.ticket in self._tickets or lease_id in self._cache.leases:
             return
         blocks = self._cache.lease_computed(lease_id, sequence.seq_id, num_blocks)
         if blocks is None:
             return
-        tokens, ends_s = as_bytes(sequence.token_ids[: num_blocks * size]), self._clock() + self.lease_s
+        ends_s = self._clock() + self.lease_s
         if num_parts:
             slot = self._cache.keep_state(lease_id, sequence.seq_id)
             if slot is None:

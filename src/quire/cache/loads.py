@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from quire.cache.block_pool import OutOfBlocksError
 from quire.cache.kv_tickets import Tickets
 from quire.cache.prefix_tree import PrefixMatch, Scope
+from quire.cache.stored_keys import StoredKeys
 from quire.core.kv_identity import NO_STATES, StateParts
 from quire.core.sequence import KVTransfer
 
@@ -113,6 +114,7 @@ class Loads:
     """All loads of an engine, and what it keeps for loads of others.
 
     `disk`, `peers`: where blocks may be; None: there is no such source. `tickets`: None, nothing is kept for others.
+    `stored_keys`: what sources, and those that read from here, know blocks by.
     """
 
     def __init__(self, cache: "KVCacheManager", block_bytes: int) -> None:
@@ -122,6 +124,7 @@ class Loads:
         self.disk: DiskTier | None = None
         self.peers: LoadSource | None = None
         self.tickets: Tickets | None = None
+        self.stored_keys = StoredKeys(cache.block_size)
         self.others: list[DiskTier] = []          # tiers of sessions that are being restored, and of other engines
         self._loads: dict[int, KVLoad] = {}       # request id: until the request is admitted or ends
         self._looked_up = set[int]()              # waiting requests that load nothing more

@@ -42,7 +42,7 @@ from quire.engine.formats import TokenizerUse, load_tokenizer, tokenizer_loader
 from quire.engine.kv_disk import KVDisk
 from quire.engine.kv_sessions import KVSessions
 from quire.engine.launcher import FleetMember, member_name
-from quire.engine.loading import LoadedModel, kv_identity, load
+from quire.engine.loading import LoadedModel, images_digest, kv_identity, load
 from quire.engine.messages import Ready
 from quire.engine.options import EngineOptions
 from quire.engine.recording.fault_files import keep_recent_plans
@@ -321,6 +321,9 @@ def _build(
     engine.no_images_reason = images if isinstance(images, str) else ""
     if isinstance(images, ImageInputs):
         scheduler.planner.images = ImageEncodings(images)
+        if scheduler.cache.loads is not None:
+            kind = images_digest(_vision(model, ranks).spec, images.settings)
+            scheduler.cache.loads.stored_keys.kind = kind
     if options.record is None:
         keep_recent_plans(engine, options, scheduling, cache)
     return engine
@@ -337,11 +340,8 @@ def _image_inputs(
     refused = {
         "device cuda": not isinstance(loaded.device, HostDevice),
         f"memory_policy {options.memory_policy!r}": options.memory_policy != "paged",
-        "kv_disk_dir": options.kv_disk_dir is not None,   # numbers of images do not outlast a start
         "kv_events_config": options.kv_events is not None,
         "record": options.record is not None,
-        f"kv_role {options.kv_role!r}": options.kv_role != "none",
-        f"prefill_engines {options.prefill_engines}": options.prefill_engines > 0,
         f"max_num_batched_tokens {batched_tokens}, above {MAX_STEP_IMAGE_TOKENS}":
             spec.has_places and batched_tokens > MAX_STEP_IMAGE_TOKENS,
         # Ranks compare the files of the model, not that one.

@@ -183,6 +183,8 @@ class Engine:
         if images is None:
             raise InvalidRequestError(f"images cannot be used: {self.no_images_reason}", param="images")
         images.inputs.check(request.prompt_token_ids, request.images)
+        if (loads := self.scheduler.cache.loads) is not None:
+            loads.stored_keys.know(request.images)
 
     def abort(self, request_id: int) -> bool:
         """Abort a request, and release what it has pinned; return False if it is unknown or has ended."""

@@ -247,6 +247,7 @@ class KVConsumer:
         key: bytes, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.identity, self._blocks, self._block_size = identity, blocks, block_size
+        self._names = loads.stored_keys.names
         self._reads = BlockReads[PeerLoad](loads, self, self._begin_read, self, clock)
         self._numbers = itertools.count(1)
         self.arrivals = _Arrivals(blocks.block_bytes, block_size)
@@ -288,7 +289,8 @@ class KVConsumer:
         connection = peer.connection
         if connection is None:
             return None
-        tokens = as_bytes(wanted.token_ids[: num_full * self._block_size]) + state.tokens(self._block_size)
+        names = self._names(as_bytes(wanted.token_ids[: num_full * self._block_size]))
+        tokens = names + state.tokens(self._block_size)
         return PeerLoad(
             self, wanted.request_id, num_found, num_full + state.num_parts, num_found, num_found, peer=peer,
             connection=connection, number=next(self._numbers), transfer=transfer,

@@ -22,6 +22,7 @@ from quire.core.errors import ConfigError
 from quire.core.kv_identity import NO_PARENT, KVIdentity, StoredBlock
 from quire.engine.kv_disk import KVDisk
 from quire.engine.messages import SessionBlocks
+from quire.execution.kv_slots import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from quire.execution.kv_store import CacheBlocks, KVStore
@@ -66,7 +67,9 @@ class KVSessions:
     def __init__(
         self, disk: KVDisk, cache: KVCacheManager, blocks: "CacheBlocks", identity: KVIdentity
     ) -> None:
+        assert cache.loads is not None, "sessions without loads"
         self._disk, self._cache, self._size = disk, cache, cache.block_size
+        self._names = cache.loads.stored_keys.names
         self._blocks, self._identity, self._states = blocks, identity, StoredStates(cache, blocks.parts)
         self._files = ThreadPoolExecutor(1, "kv-sessions")
         self._saves: list[_Save] = []
@@ -181,8 +184,10 @@ class KVSessions:
 
     def _sources(self, pin: PinnedTable) -> tuple[bytes, list[int]]:
         """Return the tokens of what is saved of a pin, and where it is: full blocks, or those up to a state, and it."""
-        num_blocks = len(pin.token_ids) // self._size
-        packed, blocks = as_bytes(pin.token_ids[: num_blocks * self._size]), pin.table.columns[:num_blocks].tolist()
+        tokens = as_bytes(pin.token_ids[: len(pin.token_ids) // self._size * self._size])
+        packed = self._names(tokens)
+        num_blocks = len(packed) // (TOKEN_BYTES * self._size)
+        blocks = pin.table.columns[:num_blocks].tolist()
         if not self._states.parts.num_parts:
             return packed, blocks
         return self._states.source(packed, blocks, num_blocks + self._states.parts.num_parts)

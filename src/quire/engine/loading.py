@@ -32,7 +32,7 @@ from quire.model.loader import load_model
 from quire.model.quantization import UNQUANTIZED, Quantization
 from quire.model.sharding import Ranks, Shard, check_shardable
 from quire.model.source import image_settings_of
-from quire.model.spec import DecoderSpec
+from quire.model.spec import DecoderSpec, VisionSpec
 
 if TYPE_CHECKING:
     from quire.model.packed_weights import PackedPlace
@@ -181,6 +181,11 @@ def kv_identity(
         parallel="" if num_ranks == 1 else f"{options.tensor_parallel_mode_on('cpu')}, rank {rank} of {num_ranks}",
         draft="" if draft_model is None else _sha256(repr(_model_digests(draft_model))),
     )
+
+
+def images_digest(vision: VisionSpec, settings: ImageSettings) -> bytes:
+    """Return a digest of what the rows of an image depend on beside its pixels and the weights: `StoredKeys.kind`."""
+    return hashlib.sha256(repr((vision, settings.scale, settings.mean, settings.std)).encode()).digest()
 
 
 def _model_digests(model: LanguageModel | DraftHead) -> tuple[str, str, str]:

@@ -275,7 +275,7 @@ class Fleet(BaseClient):
 
     def _can_be_apart(self, request: Request) -> bool:
         generates = not isinstance(request.task, PinTask | Pool)
-        return generates and request.reads_cache and not request.images and request.request_id not in self._restoring
+        return generates and request.reads_cache and request.request_id not in self._restoring
 
     def _progressing(self, engines: list[int]) -> list[int]:
         """Return the engines that make progress, of these."""
@@ -470,9 +470,9 @@ def _for_prompt(request: Request, transfer: KVTransfer) -> Request:
     )
     return Request(
         request.request_id, request.prompt_token_ids, params, seed=0, max_tokens=1, scope=request.scope,
-        adapter_folder=request.adapter_folder, adapter_name=request.adapter_name, priority=request.priority,
-        owner=request.owner, client_id=request.client_id, weight=request.weight, transfer=transfer,
-        received_s=request.received_s,
+        images=request.images, adapter_folder=request.adapter_folder, adapter_name=request.adapter_name,
+        priority=request.priority, owner=request.owner, client_id=request.client_id, weight=request.weight,
+        transfer=transfer, received_s=request.received_s,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from quire.cache.prefix_tree import PrefixTree, as_bytes
 from quire.core.deltas import Admission, SequenceDelta, WaitReason
 from quire.core.errors import ConfigError
+from quire.core.images import cache_keys
 from quire.core.pooling import Scope
 from quire.core.sequence import Request
 from quire.core.token_ids import PackedTokens
@@ -159,7 +160,7 @@ class Router:
         own, less CACHED_TOKEN_WEIGHT times those that the engine has cached; of equals, that with the fewest requests.
         """
         candidates = sorted(range(len(self._engines)) if engines is None else engines)
-        scope, prompt = request.scope, request.prompt_token_ids
+        scope, prompt = request.scope, _keys(request)
         if self._routing == "round-robin":
             chosen = candidates[self._num_routed % len(candidates)]
             found = self._engines[chosen].index.find(scope, prompt)
@@ -174,18 +175,18 @@ class Router:
 
     def rank(self, request: Request, engines: Collection[int]) -> list[int]:
         """Return engines in the order of the rule `prefix`, the first for a request first. Changes nothing."""
-        scope, prompt = request.scope, request.prompt_token_ids
+        scope, prompt = request.scope, _keys(request)
         cached = {number: self._engines[number].index.match(scope, prompt) for number in engines}
         return sorted(engines, key=lambda number: self._work(number, request, cached[number]))
 
     def num_cached(self, request: Request, number: int) -> int:
         """Return the tokens of a request's prompt that an engine is expected to have in its cache."""
-        return self._engines[number].index.match(request.scope, request.prompt_token_ids)
+        return self._engines[number].index.match(request.scope, _keys(request))
 
     def assign(self, request: Request, number: int) -> None:
         """Count a request as the work of an engine from now on; once for each request."""
         self._num_routed += 1
-        self._assign(request, number, self._engines[number].index.find(request.scope, request.prompt_token_ids))
+        self._assign(request, number, self._engines[number].index.find(request.scope, _keys(request)))
 
     def engine_of(self, request_id: int) -> int | None:
         """Return the engine of a request that has not ended."""
@@ -219,7 +220,7 @@ class Router:
 
     def _assign(self, request: Request, number: int, found: list[int]) -> None:
         """Count a request as the work of an engine; `found`: the blocks of its prompt that the engine's index has."""
-        engine, prompt = self._engines[number], request.prompt_token_ids
+        engine, prompt = self._engines[number], _keys(request)
         num_pending = max(1, len(prompt) - len(found) * self._block_size)
         engine.requests[request.request_id] = _Routed(prompt, request.scope, num_pending, request.params.n)
         engine.num_pending += num_pending
@@ -302,3 +303,8 @@ class Router:
             assert engine.num_seqs == sum(routed.num_open for routed in engine.requests.values())
             assert all(self._engine_of[request_id] == number for request_id in engine.requests)
         assert len(self._engine_of) == sum(len(engine.requests) for engine in self._engines)
+
+
+def _keys(request: Request) -> PackedTokens:
+    """Return the tokens of a prompt as the prefix caches of engines are told them."""
+    return cache_keys(request.prompt_token_ids, request.images) if request.images else request.prompt_token_ids
