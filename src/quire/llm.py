@@ -401,13 +401,19 @@ class LLM:
         return [pin.prefix for pin in self._runner.pinned.of_key(None)]
 
     def create_session(
-        self, prompt: Prompt, *, lora_request: LoRARequest | None = None
+        self, prompt: Prompt | Sequence[Message], *, lora_request: LoRARequest | None = None
     ) -> OfflineSession:
         """Compute a prompt and pin it as a session, which prompts continue: `session.prompt("And then?")`.
 
+        It may be a conversation as in `chat`, which may have images, rendered without the beginning of an answer.
         Errors as in `pin_prefix`. A session can be saved, and restored after a restart.
         """
-        return self._sessions.create(self._inputs.tokenize(prompt).adapted(self._adapter(lora_request)))
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], dict):
+            messages = cast("Sequence[Message]", prompt)
+            tokenized = self._inputs.tokenize_chat(messages, add_generation_prompt=False)
+        else:
+            tokenized = self._inputs.tokenize(cast("Prompt", prompt))
+        return self._sessions.create(tokenized.adapted(self._adapter(lora_request)))
 
     def restore_session(
         self, name: str, *, cache_salt: str | None = None, lora_request: LoRARequest | None = None

@@ -7,11 +7,14 @@ from pathlib import Path
 
 from quire.core.checks import check_int, shown
 from quire.core.errors import ConfigError, SessionError
+from quire.core.images import PromptImage
 from quire.core.lora import Adapter
 from quire.core.outputs import PinnedPrefix
 from quire.core.token_ids import PackedTokens
 from quire.engine.offline_engine import OfflineEngine
+from quire.engine.requests.image_prompts import image_key
 from quire.engine.requests.input_processor import PreparedRequest, TokenizedPrompt, TokensPrompt
+from quire.engine.requests.saved_images import distinct_pixels, images_before, placed_images
 from quire.engine.requests.saved_sessions import SavedSession, SavedSessions, check_blocks, check_name, saved_session
 
 
@@ -44,6 +47,8 @@ class OfflineSession:
     def prompt(self, prompt: str | list[int] = "") -> TokensPrompt:
         """Return a prompt for `LLM.generate`: the session's tokens and those of a text, or token ids, behind them."""
         whole = TokensPrompt(prompt_token_ids=self._owner.continued(self._prompt, prompt).tolist())
+        if self._prompt.images:
+            whole["images"] = self._prompt.images
         if self._prompt.cache_salt is not None:
             whole["cache_salt"] = self._prompt.cache_salt
         return whole
@@ -58,7 +63,8 @@ class OfflineSession:
     def fork(self, at: int | None = None) -> "OfflineSession":
         """Return a session of the first `at` tokens, sharing their KV blocks; of all of them without `at`."""
         stop = self.num_tokens if at is None else check_int("at", at, 1, self.num_tokens)
-        return self._owner.create(self._prompt._replace(token_ids=self._prompt.token_ids[:stop]))
+        images = images_before(self._prompt.images, stop)
+        return self._owner.create(self._prompt._replace(token_ids=self._prompt.token_ids[:stop], images=images))
 
     def save(self, name: str) -> None:
         """Save the session under `kv_disk_dir`, in the place of the one that had the name."""
@@ -123,7 +129,7 @@ class OfflineSessions:
             blocks = self._engine.save_session(pin.request_id, unfinished)
             check_blocks(blocks, "the session was not saved", "session_not_saved")
             described = saved_session(name, self._model, prompt, None, blocks.identity, blocks.num_blocks)
-            folders.commit(unfinished, described)
+            folders.commit(unfinished, described, distinct_pixels(prompt.images))
         except BaseException:
             folders.discard(unfinished)
             raise
@@ -134,7 +140,16 @@ class OfflineSessions:
         tokens = self._engine.inputs.check_token_ids(saved.token_ids.tolist())
         prompt = TokenizedPrompt(None, tokens, cache_salt, 0, adapter)
         saved.check_scope(prompt)
+        prompt = prompt._replace(images=self._images_of(saved, folder))
         return OfflineSession(f"session-{uuid.uuid4().hex}", self, prompt, self.pin(prompt, (saved, folder)))
+
+    def _images_of(self, saved: SavedSession, folder: Path) -> tuple[PromptImage, ...]:
+        """Return the images of a saved session, numbered here."""
+        prompts = saved.check_images(self._engine.inputs.images)
+        if prompts is None:
+            return ()
+        prepared = saved.read_images(folder)
+        return placed_images(saved.images, [prompts.numbered(each, image_key(each)) for each in prepared])
 
     def names(self) -> list[str]:
         """Return the names of the saved sessions that can be read."""

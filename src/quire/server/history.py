@@ -61,8 +61,7 @@ class PastRequest:
         branch.fromlist(piece.token_ids)
 
     def known_tokens(self, index: int, num_output_tokens: int) -> list[int]:
-        """Return the prompt, without images, and the first tokens of a branch; the branch may not have any yet."""
-        assert not self.has_images, "pixels are not kept"
+        """Return the prompt, images as numbers below 0, and the first tokens of a branch, which may have none yet."""
         tokens = array("i", self.prompt_tokens)
         return (tokens + self.branches.get(index, _NO_TOKENS)[:num_output_tokens]).tolist()
 

@@ -238,8 +238,12 @@ class Limits:
         3600.0, "seconds until a prefix is unpinned; 0 is never", panel="Limits", low=0, unit="seconds"
     )
     max_session_bytes: int = _size(
-        1 << 20, "messages of a session, as JSON", row="messages of a session, as JSON", **_REFUSED
+        1 << 20, "messages of a session, as JSON", row="messages of a session, as JSON, without images", **_REFUSED
     )
+    max_session_image_bytes: int = _size(
+        32 << 20, "images of a session, as the model gets them",
+        row="images of a session, 3 bytes for each pixel that the model gets", **_REFUSED,
+    )  # fmt: skip
     max_saved_sessions: int = _count(
         1000, "sessions of all keys that are saved at a time", row="saved sessions of all keys", **_REFUSED
     )

@@ -385,17 +385,6 @@ def test_one_client_cannot_take_all_memory_of_images(server: OpenAIServer) -> No
         server.on_loop(empty)
 
 
-def test_sessions_keep_no_images(client: openai.OpenAI, server: OpenAIServer) -> None:
-    messages = [{"role": "user", "content": [text("explain"), image("one")]}]
-    status, error = server.refusal("/v1/sessions", messages=messages)
-    assert (status, error["param"]) == (400, "messages[0].content[1]")
-    assert error["message"] == "messages[0].content[1] is an image: sessions keep texts, as pixels are not kept"
-    answer = client.chat.completions.create(model=NAME, max_tokens=2, messages=messages)  # type: ignore[arg-type]
-    server.wait_until(server.is_idle)
-    status, error = server.refusal("/v1/sessions", answer_id=answer.id)
-    assert (status, error["param"]) == (400, "answer_id")
-
-
 def test_a_request_with_images_is_not_forked_but_explained(client: openai.OpenAI, server: OpenAIServer) -> None:
     ids = []
     for name in ("one", "two"):

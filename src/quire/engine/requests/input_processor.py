@@ -42,6 +42,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     cache_salt: NotRequired[str]
+    images: NotRequired[tuple[PromptImage, ...]]     # a session's: `Session.prompt` returns them
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -124,6 +125,20 @@ MAX_SALT_CHARS = 1024  # the cache stores a salt as long as a block computed und
 def check_cache_salt(cache_salt: object, max_chars: int = MAX_SALT_CHARS) -> str | None:
     """Return a salt, or None for none. InvalidRequestError for anything else."""
     return None if cache_salt is None else check_text("cache_salt", cache_salt, max_chars)
+
+
+def _checked_images(images: object, truncation: Truncation | None) -> tuple[PromptImage, ...]:
+    """Return the images of a session's prompt. InvalidRequestError for anything else, and for a truncated prompt."""
+    if not isinstance(images, tuple) or not all(isinstance(each, PromptImage) for each in images):
+        raise InvalidRequestError("images of a prompt must be those that session.prompt returns", param="prompt")
+    _check_whole(images, truncation)
+    return images
+
+
+def _check_whole(images: Sequence[object], truncation: Truncation | None) -> None:
+    if images and truncation is not None:
+        message = "truncate_prompt_tokens cannot be used with images: the prompt could begin inside of one"
+        raise InvalidRequestError(message, param="truncate_prompt_tokens")
 
 
 def truncated(token_ids: S, truncation: Truncation | None) -> S:
@@ -215,9 +230,7 @@ class InputProcessor:
         assert self.tokenizer is not None, "a chat template comes with a tokenizer"
         if self.images is None or not self.images.needs_places(text):
             return self._encode(self.tokenizer, text, truncation, add_special_tokens=add_special_tokens)
-        if images and truncation is not None:
-            message = "truncate_prompt_tokens cannot be used with images: the prompt could begin inside of one"
-            raise InvalidRequestError(message, param="truncate_prompt_tokens")
+        _check_whole(images, truncation)
         written = self.images.written(text)
         prompt = self._encode(self.tokenizer, written, None, add_special_tokens=add_special_tokens)
         token_ids, placed = self.images.placed(text, prompt.token_ids, images)
@@ -245,9 +258,10 @@ class InputProcessor:
         if given - {"cache_salt"} == {"prompt"} and isinstance(prompt["prompt"], str):  # type: ignore[typeddict-item]
             text: str = prompt["prompt"]  # type: ignore[typeddict-item]
             return self.tokenize(text, truncation=truncation).salted(salt)
-        if given - {"cache_salt"} == {"prompt_token_ids"}:
+        if given - {"cache_salt", "images"} == {"prompt_token_ids"}:
             token_ids = self.check_token_ids(prompt["prompt_token_ids"])  # type: ignore[typeddict-item]
-            return TokenizedPrompt(None, truncated(token_ids, truncation), salt)
+            images = _checked_images(prompt.get("images", ()), truncation)
+            return TokenizedPrompt(None, truncated(token_ids, truncation), salt, images=images)
         raise InvalidRequestError(
             f'a prompt given as a dict must be {{"prompt": str}} or {{"prompt_token_ids": [int, ...]}}, '
             f'with or without "cache_salt": str, '

@@ -1,6 +1,6 @@
 """Saved sessions of a KV disk directory: their names, owners and tokens, without a model.
 
-    DIR/sessions/<owner>/<name>/  session.json, and the files of a KV store: quire.execution.kv_folder
+    DIR/sessions/<owner>/<name>/  session.json, images (pixels), and the files of a KV store: quire.execution.kv_folder
 
 A session is written into a folder beside the others and renamed when it is whole, so a name always has one version. The
 owner is a digest of an API key under a key of the directory. All methods wait for the disk.
@@ -18,24 +18,27 @@ import shutil
 import tarfile
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quire.cache.prefix_tree import scope_text
 from quire.core.checks import shown
 from quire.core.errors import SessionError
+from quire.core.image_processing import PreparedImage
 from quire.core.pooling import Scope
 from quire.core.token_ids import PackedTokens
 from quire.engine.messages import SessionBlocks
+from quire.engine.requests.image_prompts import ImagePrompts
 from quire.engine.requests.input_processor import TokenizedPrompt
+from quire.engine.requests.saved_images import PIXELS, SavedImage, read_images, saved_images
 from quire.execution.kv_folder import FILES, private_folder
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 HEADER = "session.json"
-SESSION_FILES = (HEADER, *FILES)
+SESSION_FILES = (HEADER, PIXELS, *FILES)
 MAX_HEADER_BYTES = 256 << 20
 _KEY_BYTES = 32
 _OWNER_CHARS = 40       # unlike the 64 of an identity: see kv_folder
@@ -58,6 +61,7 @@ class SavedSession:
     identity: str          # `KVIdentity.as_json` of the engine that has computed it
     num_blocks: int        # full blocks in the store
     messages: list[dict[str, Any]] | None = None  # None: it was not made of messages
+    images: list[SavedImage] = field(default_factory=list)
 
     @property
     def token_ids(self) -> PackedTokens:
@@ -77,6 +81,23 @@ class SavedSession:
             raise SessionError(message, "session_incompatible")
 
 
+    def check_images(self, prompts: ImagePrompts | None) -> ImagePrompts | None:
+        """Return the images of an engine's prompts, None if the session has none. SessionError if the engine has none.
+        """
+        if self.images and prompts is None:
+            message = f"session {shown(self.name)} has {len(self.images)} images, and this engine reads none"
+            raise SessionError(message, "session_incompatible")
+        return prompts if self.images else None
+
+    def read_images(self, folder: Path) -> list[PreparedImage]:
+        """Return the images of the session in a folder. SessionError if their pixels are spoilt."""
+        try:
+            return read_images(folder, self.images)
+        except (OSError, ValueError) as error:
+            message = f"the images of the saved session {shown(self.name)} cannot be read: {error}"
+            raise SessionError(message, "session_unreadable", param="name") from error
+
+
 def saved_session(
     name: str, model: str, prompt: TokenizedPrompt, messages: list[dict[str, Any]] | None, identity: str,
     num_blocks: int,
@@ -86,7 +107,7 @@ def saved_session(
     adapter = "" if prompt.adapter is None else prompt.adapter.digest
     return SavedSession(
         name, model, int(time.time()), len(prompt.token_ids), tokens, adapter, nonce, _scope_digest(nonce, prompt),
-        identity, num_blocks, messages,
+        identity, num_blocks, messages, saved_images(prompt.images),
     )  # fmt: skip
 
 
@@ -139,12 +160,17 @@ class SavedSessions:
         return folder / _unfinished_name()
 
     @staticmethod
-    def commit(unfinished: Path, saved: SavedSession) -> int:
-        """Give a folder its name, in the place of the session that had it; return the bytes on the disk."""
+    def commit(unfinished: Path, saved: SavedSession, pixels: Sequence[bytes] = ()) -> int:
+        """Give a folder its name, in the place of the session that had it; return the bytes on the disk.
+
+        pixels: as `distinct_pixels`, unless they are in the folder.
+        """
         text = json.dumps(asdict(saved)).encode()
         if len(text) > MAX_HEADER_BYTES:
             message = f"its tokens and messages take {len(text)} bytes, and at most {MAX_HEADER_BYTES} can be saved"
             raise SessionError(message, "session_limit")
+        if pixels:
+            _write(private_folder(unfinished) / PIXELS, *pixels)
         _write(private_folder(unfinished) / HEADER, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
         folder = unfinished.with_name(saved.name)
         replaced = unfinished.with_name(f"{unfinished.name}-old")
@@ -173,11 +199,11 @@ class SavedSessions:
     def each(self, owner: str) -> Iterator[tuple[SavedSession, int]]:
         """Yield the saved sessions of an owner that can be read, by name, and their bytes on the disk.
 
-        Without their tokens and messages, which a list of many would hold at once.
+        Without their tokens, messages and images, which a list of many would hold at once.
         """
         for folder in self._folders(owner):
             with suppress(OSError, ValueError, TypeError, binascii.Error):
-                yield replace(_read_header(folder), tokens="", messages=None), _num_bytes(folder)
+                yield replace(_read_header(folder), tokens="", messages=None, images=[]), _num_bytes(folder)
 
     def delete(self, owner: str, name: str) -> None:
         """Delete a saved session. SessionError if there is none of that name."""
@@ -274,9 +300,13 @@ def _read_header(folder: Path) -> SavedSession:
     digest, _, text = whole.partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise ValueError(f"{HEADER} is spoilt")
-    saved = SavedSession(**json.loads(text))
+    fields = json.loads(text)
+    images = [SavedImage(**each) for each in fields.pop("images", ())]
+    saved = SavedSession(**fields, images=images)
     if len(saved.token_ids) != saved.num_tokens:
         raise ValueError(f"{HEADER} has {len(saved.token_ids)} tokens, not {saved.num_tokens}")
+    if any(not 0 <= each.start < each.start + each.num_tokens <= saved.num_tokens for each in images):
+        raise ValueError(f"{HEADER} has an image outside of its {saved.num_tokens} tokens")
     return saved
 
 
@@ -301,10 +331,10 @@ def _delete(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, *content: bytes) -> None:
     """Write a file that only its owner may read."""
     with os.fdopen(_create(path), "wb") as opened:
-        opened.write(content)
+        opened.writelines(content)
 
 
 def _create(path: Path) -> int:

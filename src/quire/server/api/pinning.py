@@ -50,6 +50,8 @@ async def pin_prompt(
             try:
                 if before is not None:
                     await before(prepared.request)
+                for image in prepared.request.images:
+                    reservation.reserve_image(len(image.prepared.pixels), "messages")
                 with service.admission.reserve_tokens(client, options, [prepared], param="prompt") as reserved:
                     stream = await client.add(prepared, external_id=external_id, arrival_s=arrival_s)
                     reserved.sent()

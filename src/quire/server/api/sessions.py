@@ -18,15 +18,20 @@ from starlette.requests import Request
 
 from quire.core.checks import refuse, shown
 from quire.core.errors import SessionError
+from quire.core.images import PromptImage
 from quire.core.outputs import PinnedPrefix
 from quire.core.owner_labels import OPERATOR
 from quire.core.sequence import Request as EngineRequest
+from quire.engine.requests.image_prompts import image_key
 from quire.engine.requests.input_processor import InputProcessor, TokenizedPrompt
+from quire.engine.requests.saved_images import distinct_pixels, num_pixel_bytes, placed_images
 from quire.engine.requests.saved_sessions import SavedSession, SavedSessions, check_blocks, check_name, saved_session
 from quire.server.api.pinning import ComputedPin, pin_prompt
 from quire.server.errors import ApiError
 from quire.server.http.application import KEY_NUMBER, record_of
+from quire.server.images.session_images import restored_messages, saved_messages
 from quire.server.service import Service
+from quire.text.conversation import Message
 
 MAX_OPEN_STORES = 4     # saved sessions that are restored at once
 
@@ -39,7 +44,7 @@ class Session:
     key_number: int
     model: str
     prompt: TokenizedPrompt
-    messages: list[dict[str, Any]] | None
+    messages: list[Message] | None      # an image is an ImagePart that is kept
     prefix: PinnedPrefix
     created: int
     slot: int = -1      # the number of an open session among those of its key; they are reused
@@ -112,7 +117,7 @@ class Sessions:
 
     async def compute(
         self, request: Request, model: str, tokenize: Callable[[], TokenizedPrompt], weight: int,
-        messages: list[dict[str, Any]] | None, ttl_s: float, *, restored: tuple[SavedSession, Path] | None = None,
+        messages: list[Message] | None, ttl_s: float, *, restored: tuple[SavedSession, Path] | None = None,
     ) -> tuple[Session, ComputedPin]:  # fmt: skip
         """Compute the tokens of a session and pin them; return a session that is not open yet.
 
@@ -230,12 +235,15 @@ class Sessions:
             raise SessionError(f"session {shown(session.id)} has expired", "session_gone")
         await asyncio.to_thread(self._check_room, saved, session, owner, name)
         prompt, messages, model = session.prompt, session.messages, session.model
+        plain = None if messages is None else saved_messages(messages, prompt.images)
         unfinished = await asyncio.to_thread(_begin, saved, owner)
         try:
             blocks = await service.client.save_session(pin.request_id, unfinished)
             check_blocks(blocks, f"session {shown(session.id)} was not saved", "session_not_saved")
-            described = saved_session(name, model, prompt, messages, blocks.identity, blocks.num_blocks)
-            return await asyncio.to_thread(_commit, saved, unfinished, described)
+            described = await asyncio.to_thread(
+                saved_session, name, model, prompt, plain, blocks.identity, blocks.num_blocks
+            )
+            return await asyncio.to_thread(_commit, saved, unfinished, described, distinct_pixels(prompt.images))
         except BaseException:
             await asyncio.to_thread(saved.discard, unfinished)
             raise
@@ -244,6 +252,7 @@ class Sessions:
         """Raise SessionError for one session, or some bytes, more than a key, or all keys, may have saved."""
         limits, ready = self._service.options, self._service.client.ready
         num_bytes = ready.kv_bytes_per_token * len(session.prompt.token_ids)
+        num_bytes += sum(map(len, distinct_pixels(session.prompt.images)))
         for each, most, most_bytes, suffix in (
             (None, limits.max_saved_sessions, limits.max_saved_session_bytes, ""),
             (owner, limits.max_saved_sessions_per_key, limits.max_saved_session_bytes_per_key, "_per_key"),
@@ -268,17 +277,37 @@ class Sessions:
         saved, folder = await asyncio.to_thread(folders.read, owner, check_name(name))
         model = service.check_model(saved.model if model is None and saved.adapter else model)
         adapter = service.adapter_of(model)
+        images = await self._images_of(saved, folder, cache_salt)
+        try:
+            messages = restored_messages(saved.messages, images)
+        except ValueError as error:
+            message = f"the saved session {shown(name)} cannot be read: {error}"
+            raise SessionError(message, "session_unreadable", param="name") from error
 
         def tokenize() -> TokenizedPrompt:
-            prompt = TokenizedPrompt(None, service.client.inputs.check_token_ids(saved.token_ids.tolist()))
+            prompt = TokenizedPrompt(
+                None, service.client.inputs.check_token_ids(saved.token_ids.tolist()), images=images
+            )
             prompt = prompt.salted(cache_salt).adapted(adapter)
             saved.check_scope(prompt)
             return prompt
 
         async with self._restoring:
             return await self.compute(
-                request, model, tokenize, saved.num_tokens, saved.messages, ttl_s, restored=(saved, folder)
+                request, model, tokenize, saved.num_tokens, messages, ttl_s, restored=(saved, folder)
             )
+
+    async def _images_of(self, saved: SavedSession, folder: Path, cache_salt: str | None) -> tuple[PromptImage, ...]:
+        """Return the images of a saved session, numbered here."""
+        prompts, most = saved.check_images(self._service.client.inputs.images), self._service.options
+        if prompts is None:
+            return ()
+        if (num_bytes := num_pixel_bytes(saved.images)) > most.max_session_image_bytes:
+            message = f"the images of the saved session {shown(saved.name)} take {num_bytes} bytes, at most "
+            raise SessionError(f"{message}{most.max_session_image_bytes} (max_session_image_bytes)", "session_limit")
+        prepared = await asyncio.to_thread(saved.read_images, folder)
+        keys = await asyncio.to_thread(lambda: [image_key(each, cache_salt) for each in prepared])
+        return placed_images(saved.images, [prompts.numbered(*each) for each in zip(prepared, keys, strict=True)])
 
     async def list_saved(self, key_number: int) -> list[tuple[SavedSession, int]]:
         """Return the saved sessions of a key, and their bytes on the disk; none where none can be saved."""
@@ -300,9 +329,9 @@ def _begin(saved: SavedSessions, owner: str) -> Path:
         raise SessionError(f"the session was not saved: {error}", "session_not_saved") from error
 
 
-def _commit(saved: SavedSessions, unfinished: Path, described: SavedSession) -> int:
+def _commit(saved: SavedSessions, unfinished: Path, described: SavedSession, pixels: list[bytes]) -> int:
     try:
-        return saved.commit(unfinished, described)
+        return saved.commit(unfinished, described, pixels)
     except OSError as error:
         raise SessionError(f"the session was not saved: {error}", "session_not_saved") from error
 

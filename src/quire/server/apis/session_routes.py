@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
-from msgspec.json import encode
 
 from quire.core.checks import check_float, check_int, refuse
 from quire.core.errors import SessionError
+from quire.core.images import cache_keys
 from quire.engine.requests.input_processor import TokenizedPrompt, check_cache_salt
+from quire.engine.requests.saved_images import images_before
 from quire.engine.requests.saved_sessions import SavedSession
-from quire.server.api.chat import rendered
+from quire.server.api.chat import numbered_images, rendered
 from quire.server.api.http_responses import json_response
 from quire.server.api.pinning import ComputedPin
 from quire.server.api.request_bodies import read_body, request_body
@@ -31,7 +32,7 @@ from quire.server.apis.completions.completion_routes import conversation_of
 from quire.server.errors import ApiError, invalid
 from quire.server.history import PastRequest
 from quire.server.http.application import CLIENT_ID, KEY_NUMBER
-from quire.server.images.image_inputs import refuse_images
+from quire.server.images.session_images import check_messages, check_pixels, kept_messages
 from quire.server.service import Service
 from quire.text.tools import check_tools
 
@@ -77,8 +78,8 @@ async def extend_session(request: Request, session_id: _SessionId) -> Response:
     _check_one(body, ("prompt", "messages", "answer_id"))
     ttl_s = _ttl_s(service, body.ttl)
     if body.answer_id is not None:
-        past, prompt = _answer(request, body)
         known = session.prompt
+        past, prompt = _answer(request, body, known)
         is_continued = prompt.token_ids[: len(known.token_ids)] == known.token_ids
         if not is_continued or past.prompt.cache_salt != known.cache_salt or past.prompt.adapter != known.adapter:
             invalid("answer_id: the answer does not continue the session", param="answer_id")
@@ -99,7 +100,8 @@ async def fork_session(request: Request, session_id: _SessionId) -> Response:
     body = await read_body(request, SessionForkBody)
     num_tokens = len(session.prompt.token_ids)
     at = num_tokens if body.at is None else check_int("at", body.at, 1, num_tokens)
-    prompt = session.prompt._replace(token_ids=session.prompt.token_ids[:at])
+    known = session.prompt
+    prompt = known._replace(token_ids=known.token_ids[:at], images=images_before(known.images, at))
     messages = session.messages if at == num_tokens else None
     forked, computed = await sessions.compute(
         request, session.model, lambda: prompt, 1, messages, _ttl_s(service, body.ttl)
@@ -238,40 +240,50 @@ async def _compute(
         return await sessions.compute(request, model, of_prompt, len(body.prompt), None, ttl_s)
     tools = [] if body.tools is None else check_tools(body.tools)
     conversation = conversation_of(service, body, body.messages, tools)
-    refuse_images(conversation.messages, "is an image: sessions keep texts, as pixels are not kept")
     whole = [*messages, *conversation.messages]
-    num_bytes, most = len(encode(whole)), service.options.max_session_bytes
-    if num_bytes > most:
-        invalid(f"the messages of the session take {num_bytes} bytes, at most {most} (max_session_bytes)",
-                param="messages")  # fmt: skip
+    check_messages(whole, service.options)
     if len(whole) > service.options.max_messages:
         refuse("messages", whole, f"at most {service.options.max_messages} of them (max_messages)")
     ends_open = bool(body.add_generation_prompt)
     conversation = replace(conversation, messages=whole, add_generation_prompt=ends_open)
-    with service.admit(1, param="messages", client_id=request.scope[CLIENT_ID]):
-        text, _ = await rendered(service, conversation, request.scope[CLIENT_ID])
+    client_id = request.scope[CLIENT_ID]
+    with service.admit(1, param="messages", client_id=client_id) as admitted:
+        text, images = await rendered(service, conversation, client_id)
+        numbered = await numbered_images(service, images, admitted, client_id, before.cache_salt)
+        check_pixels(numbered, service.options)
 
     adds = conversation.adds_special_tokens
 
     def of_messages() -> TokenizedPrompt:
-        return before._replace(token_ids=inputs.tokenize_rendered(text, add_special_tokens=adds).token_ids)
+        new = inputs.tokenize_rendered(text, add_special_tokens=adds, images=numbered)
+        return before._replace(token_ids=new.token_ids, images=new.images)
 
-    return await sessions.compute(request, model, of_messages, len(text), whole, ttl_s)
+    return await sessions.compute(request, model, of_messages, len(text), kept_messages(whole, numbered), ttl_s)
 
 
-def _answer(request: Request, body: SessionExtendBody) -> tuple[PastRequest, TokenizedPrompt]:
-    """Return the request of an answer, and its prompt and tokens. SessionError 410 if it is not kept (any more)."""
+def _answer(
+    request: Request, body: SessionExtendBody, known: TokenizedPrompt | None = None
+) -> tuple[PastRequest, TokenizedPrompt]:
+    """Return the request of an answer, and its prompt and tokens. SessionError 410 if it is not kept (any more).
+
+    `known`: of a session, which has the pixels of its images.
+    """
     service: Service = request.app.state.service
     try:
         requests = service.history.find(str(body.answer_id), request.scope[KEY_NUMBER])
     except ApiError as error:
         raise SessionError(f"answer_id: {error.message}", "answer_gone", param="answer_id") from error
     past = requests[check_int("prompt_index", body.prompt_index or 0, 0, len(requests) - 1)]
-    if past.has_images:
-        invalid("answer_id: the answer is to images, and pixels are not kept", param="answer_id")
     index = check_int("index", body.index or 0, 0, past.num_branches - 1)
-    tokens = past.known_tokens(index, len(past.branches.get(index, ())))
-    return past, past.prompt._replace(token_ids=array("i", tokens))
+    tokens = array("i", past.known_tokens(index, len(past.branches.get(index, ()))))
+    images = () if known is None else known.images
+    if known is not None and images:
+        own = cache_keys(known.token_ids, images)
+        if tokens[: len(own)] == own:
+            tokens[: len(own)] = known.token_ids
+    if past.has_images and min(tokens) < 0:
+        invalid("answer_id: the answer is to images, and pixels are not kept", param="answer_id")
+    return past, past.prompt._replace(token_ids=tokens, images=images)
 
 
 def _model_of(service: Service, past: PastRequest) -> str:

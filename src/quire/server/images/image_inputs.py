@@ -45,10 +45,14 @@ T = TypeVar("T")
 
 
 class ImagePart(NamedTuple):
-    """An image in the content of a message. `where`: its place in the body, for errors. `url`: https or data."""
+    """An image in the content of a message. `where`: its place in the body, for errors. `url`: https or data.
+
+    `kept`: the image of a session, which is decoded and numbered.
+    """
 
     where: str
     url: str
+    kept: NumberedImage | None = None
 
 
 # --- parts of bodies --------------------------------------------------------------------------------------------------
@@ -122,28 +126,23 @@ def marked(messages: Sequence[Message], marks: ImageMarks) -> tuple[list[Message
     """Return messages with parts that have marks in place of their images, and the images by the numbers of marks."""
     images: list[ImagePart] = []
 
-    def mark(part: object) -> object:
-        if not isinstance(part, ImagePart):
-            return part
+    def mark(part: ImagePart) -> object:
         images.append(part)
         return marks.part(len(images) - 1)
 
+    return with_parts(messages, mark), images
+
+
+def with_parts(messages: Sequence[Message], change: Callable[[ImagePart], object]) -> list[Message]:
+    """Return messages with what `change` returns in place of each image, in their order."""
     taken = list[Message]()
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
-            message = {**message, "content": [mark(part) for part in content]}  # noqa: PLW2901
+            parts = [change(part) if isinstance(part, ImagePart) else part for part in content]
+            message = {**message, "content": parts}  # noqa: PLW2901
         taken.append(message)
-    return taken, images
-
-
-def refuse_images(messages: Sequence[Message], problem: str) -> None:
-    """Raise ApiError 400, with a reason, for the first image of messages."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, ImagePart):
-                _refuse(part.where, problem)
+    return taken
 
 
 def _refuse(where: str, problem: str) -> NoReturn:
@@ -204,6 +203,10 @@ class ImageDecoder:
             _refuse(images[-1].where, problem)
         numbered = []
         for part in images:
+            if part.kept is not None:
+                reserve(len(part.kept.prepared.pixels), part.where)
+                numbered.append(part.kept)
+                continue
             left = options.max_decoded_image_bytes // PIXEL_BYTES - num_decoded
             if part.url[:5].lower() == "data:":
                 found = await self._known(part, self._data_start(part), left, prompts, client_id, cache_salt)

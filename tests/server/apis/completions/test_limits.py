@@ -157,6 +157,9 @@ ELSEWHERE = {
     "max_pinned_share_per_key": (
         "tests/server/apis/test_prefix_routes.py::test_shares_of_the_cache_bound_the_pins_of_a_key_and_of_all"
     ),
+    "max_session_image_bytes": (
+        "tests/e2e/test_image_sessions.py::test_server_keeps_images_of_sessions_and_restores_them"
+    ),
     "max_session_bytes": "tests/server/apis/test_session_routes.py::test_messages_of_a_session_are_bounded",
     **dict.fromkeys(
         (f"max_saved_session{kind}{scope}" for kind in ("s", "_bytes") for scope in ("", "_per_key")),

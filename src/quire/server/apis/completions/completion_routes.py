@@ -54,7 +54,7 @@ from quire.server.history import PastRequest
 from quire.server.http.application import CLIENT_ID, KEY_NUMBER, RequestRecord, received_s_of, record_of
 from quire.server.images.image_inputs import with_image_parts
 from quire.server.options import Limits
-from quire.server.service import Service
+from quire.server.service import AdmittedCall, Service
 from quire.server.tools.served_formats import NO_TOOLS, ToolUse, tool_use
 from quire.text.conversation import Message
 from quire.text.tools import Tool
@@ -279,7 +279,7 @@ async def _complete(request: Request, body: CompletionBody, arrival_s: float) ->
         if session is None:
             await prepare_prompts(service, call, body, prompts)
         else:
-            await _prepare_continued(service, call, session, prompts)
+            await _prepare_continued(service, call, session, prompts, reservation)
         body.prompt, prompts = None, []    # packed by now: each garbage collection would walk lists of them
         tokenizer = service.client.tokenizer
         if body.echo:
@@ -296,11 +296,13 @@ async def _complete(request: Request, body: CompletionBody, arrival_s: float) ->
 
 
 async def _prepare_continued(
-    service: Service, call: OpenAIRequest, session: Session, prompts: list[Prompt]
+    service: Service, call: OpenAIRequest, session: Session, prompts: list[Prompt], admitted: AdmittedCall
 ) -> None:
     """Add an engine request for each prompt of a call, behind the tokens of a session."""
     if call.checked.params.truncate_prompt_tokens is not None:
         invalid("truncate_prompt_tokens does not go with session_id", param="truncate_prompt_tokens")
+    for image in session.prompt.images:
+        admitted.reserve_image(len(image.prepared.pixels), "session_id")
     await prepare(service, call, partial(session.continued, service.client.inputs), prompts)
 
 
