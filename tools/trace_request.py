@@ -28,11 +28,11 @@ from quire.server.http.sockets import bind, port_of
 from quire.server.lifecycle import close_service, connect
 from quire.server.options import ServerOptions
 
-# At most this much is paid by one request, a hundredth more than is measured. A change that takes less lowers them: the
-# test fails below `SLACK` of a budget, too.
+# At most this much is paid by one request. A change that takes less lowers them: the test fails below `SLACK` of a
+# budget, too. A completion takes 296 calls and 145 moves; 303 and 148 where each message of the engine arrives apart.
 BUDGETS = {
     "decode": {"calls": 107, "files": 33, "moves": 60},
-    "completion": {"calls": 300, "files": 32, "moves": 148},
+    "completion": {"calls": 306, "files": 32, "moves": 150},
 }
 SLACK = 0.85  # Python 3.12 makes no call of a comprehension, a fifteenth of the calls of 3.11
 
