@@ -21,6 +21,8 @@ from quire.engine import kv_reads
 from quire.engine.options import EngineOptions
 from quire.engine.requests.saved_sessions import SavedSessions
 from quire.extension.isas import usable_isas
+from quire.server.api import sessions
+from quire.server.api.sessions import Sessions
 from support.answers import answers_of
 from support.openai_server import OpenAIServer, openai_server
 from support.small_vision import write_gemma3, write_llava, write_qwen_vl
@@ -172,9 +174,18 @@ def test_server_keeps_images_of_sessions_and_restores_them(
         longest = chat(server, [first, said, second, third, why], cache_salt="mine")
     shutil.copytree(tmp_path / "own" / "sessions", tmp_path / "other" / "sessions")
     (tmp_path / "other").chmod(0o700)
+    monkeypatch.setattr(sessions, "MAX_OPEN_STORES", 1)
+    read_alone, images_of = list[bool](), Sessions._images_of
+
+    def watched(own: Sessions, *given: Any) -> Any:  # noqa: ANN401 (as the method)
+        read_alone.append(own._restoring.locked())
+        return images_of(own, *given)
+
+    monkeypatch.setattr(Sessions, "_images_of", watched)
     with served(folder, tmp_path / "other") as server:
         chat(server, [third, second], cache_salt="mine")    # their numbers are others here
         session = server.ask(SESSIONS, restore="one", cache_salt="mine")
+        assert read_alone == [True], "the pixels of many sessions that are restored at once would fill the memory"
         named = {"session_id": session["id"]}
         assert chat(server, [why], **named) == after
         server.ask(f"{SESSIONS}/{session['id']}/extend", messages=[third])

@@ -277,22 +277,22 @@ class Sessions:
         saved, folder = await asyncio.to_thread(folders.read, owner, check_name(name))
         model = service.check_model(saved.model if model is None and saved.adapter else model)
         adapter = service.adapter_of(model)
-        images = await self._images_of(saved, folder, cache_salt)
-        try:
-            messages = restored_messages(saved.messages, images)
-        except ValueError as error:
-            message = f"the saved session {shown(name)} cannot be read: {error}"
-            raise SessionError(message, "session_unreadable", param="name") from error
-
-        def tokenize() -> TokenizedPrompt:
-            prompt = TokenizedPrompt(
-                None, service.client.inputs.check_token_ids(saved.token_ids.tolist()), images=images
-            )
-            prompt = prompt.salted(cache_salt).adapted(adapter)
-            saved.check_scope(prompt)
-            return prompt
-
         async with self._restoring:
+            images = await self._images_of(saved, folder, cache_salt)
+            try:
+                messages = restored_messages(saved.messages, images)
+            except ValueError as error:
+                message = f"the saved session {shown(name)} cannot be read: {error}"
+                raise SessionError(message, "session_unreadable", param="name") from error
+
+            def tokenize() -> TokenizedPrompt:
+                prompt = TokenizedPrompt(
+                    None, service.client.inputs.check_token_ids(saved.token_ids.tolist()), images=images
+                )
+                prompt = prompt.salted(cache_salt).adapted(adapter)
+                saved.check_scope(prompt)
+                return prompt
+
             return await self.compute(
                 request, model, tokenize, saved.num_tokens, messages, ttl_s, restored=(saved, folder)
             )
