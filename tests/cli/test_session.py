@@ -1,6 +1,8 @@
 """`quire session warm`, `export` and `import`: a session in another directory has the same bits, or is refused."""
 
+import hashlib
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -63,13 +65,24 @@ def member(name: str, content: bytes = b"x", kind: bytes = tarfile.REGTYPE) -> b
     return file.getvalue()
 
 
+def description(text: str) -> bytes:
+    """Return a tar file with a `session.json` that has the right digest."""
+    return member("session.json", hashlib.sha256(text.encode()).hexdigest().encode() + b"\n" + text.encode())
+
+
+IMAGE = {"start": 0, "num_tokens": 4, "height": 2.0, "width": 2, "rows": 1, "columns": 1, "digest": ""}
+
+
 @pytest.mark.parametrize(("content", "message"), [
     (b"", "is not read as a session"), (b"no tar file" * 100, "is not read as a session"),
     (member("../escaped"), "which is no file of a session"), (member("/tmp/escaped"), "which is no file of a session"),
     (member("blocks", kind=tarfile.SYMTYPE), "'blocks', which is no file"),
     (member("blocks", b"x" * 2000), "more than 1000 bytes"), (member("session.json"), "session.json is spoilt"),
-    (member("blocks"), "No such file or directory"),
-], ids=["empty", "no tar", "parent", "absolute", "link", "large", "spoilt", "without a description"])  # fmt: skip
+    (member("blocks"), "No such file or directory"), (description('"text"'), "session.json is no JSON object"),
+    (description(json.dumps({"images": [IMAGE]})), "height of an image must be an integer, got 2.0"),
+], ids=[
+    "empty", "no tar", "parent", "absolute", "link", "large", "spoilt", "without a description", "text", "image",
+])  # fmt: skip
 def test_hostile_file_leaves_nothing(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "file"
     file.write_bytes(content)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from quire.core.checks import shown
 from quire.core.errors import InvalidRequestError
 from quire.core.image_processing import PreparedImage
 from quire.core.images import NUM_CHANNELS, PromptImage
@@ -32,7 +33,10 @@ class SavedImage:
     digest: str
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an image without pixels."""
+        """Raise ValueError for a number that is no integer, and for an image without pixels."""
+        for name in ("start", "num_tokens", "height", "width", "rows", "columns"):
+            if not isinstance(value := getattr(self, name), int):
+                raise ValueError(f"{name} of an image must be an integer, got {shown(value)}")
         if min(self.height, self.width) < 1:
             raise ValueError(f"an image has {self.height} x {self.width} pixels")
 

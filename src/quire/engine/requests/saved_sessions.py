@@ -301,6 +301,8 @@ def _read_header(folder: Path) -> SavedSession:
     if hashlib.sha256(text).hexdigest().encode() != digest:
         raise ValueError(f"{HEADER} is spoilt")
     fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{HEADER} is no JSON object")
     images = [SavedImage(**each) for each in fields.pop("images", ())]
     saved = SavedSession(**fields, images=images)
     if len(saved.token_ids) != saved.num_tokens:
