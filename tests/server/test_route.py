@@ -237,6 +237,25 @@ def test_answer_does_not_fail_for_want_of_a_prefill_server(closed: str) -> None:
         assert [len(each.asked) for each in (down, gone, refusing, silent)] == [1] * 4
 
 
+def test_decode_server_that_takes_no_connection_is_passed_over() -> None:
+    """A machine that drops packets, or a queue of connections that is full, is no refusal: the attempt is late."""
+    with ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        is_full = False
+        while not is_full:
+            waiting = held.enter_context(socket.socket())
+            waiting.settimeout(0.2)
+            try:
+                waiting.connect(listener.getsockname())
+            except TimeoutError:
+                is_full = True
+        (decode,) = held.enter_context(stubs(says({"ok": 1})))
+        full = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        router = held.enter_context(routing([full], [full, decode.url]))
+        assert router.post("/v1/completions", {"prompt": "a"}).json() == {"ok": 1}
+        assert count(router, "not_reached") == 1
+
+
 def test_servers_that_give_no_sign_are_given_up_before_they_answer() -> None:
     """A listener that never accepts is what a stopped process looks like. It may have read the blocks of a ticket."""
     with ExitStack() as held:

@@ -52,6 +52,10 @@ class NoSignError(OSError):
     """A server has a request, and gives no sign."""
 
 
+# Behind one of these a request may go to another server: nothing of its answer has come. A timeout is its own kind.
+_UNREACHED = aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError | NoSignError
+
+
 class RoutedServer:
     """A server, and the requests that are open there. `is_read_once`: its tickets were, as in `_is_read_once`."""
 
@@ -250,7 +254,7 @@ class RouteApp:
             except (aiohttp.ClientError, OSError) as error:
                 log.warning("decode server %s: %s", target.url, error)
                 last = error
-                if not isinstance(error, aiohttp.ClientConnectorError | NoSignError):
+                if not isinstance(error, _UNREACHED):
                     break       # it may have begun to answer
                 if isinstance(error, NoSignError) and again is not None:
                     body = again
