@@ -10,6 +10,12 @@ from support.server import ServerProcess, running_server
 from support.small_tokenizers import byte_level
 
 
+@pytest.fixture(autouse=True)
+def _reads_may_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines in this process wait for blocks: a busy machine may hold up the thread that reads them."""
+    monkeypatch.setattr("quire.engine.kv_reads.READ_LIMIT_S", 120.0)
+
+
 @pytest.fixture(scope="session")
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Reciter:
     """Return a model that recites a text, cut into bytes and pieces."""

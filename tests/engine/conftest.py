@@ -1,4 +1,4 @@
-"""Time for engines to end by themselves, and for ranks to give a sign: a busy machine may hold both up."""
+"""Time for engines to end by themselves, for ranks to give a sign, and for reads: a busy machine may hold all up."""
 
 import pytest
 
@@ -7,3 +7,4 @@ import pytest
 def _engines_may_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.engine.launcher.STOP_TIMEOUT_S", 60.0)
     monkeypatch.setattr("quire.engine.parallel.rank_set.SILENCE_SHARE", 60.0)   # of a stall limit of 10 s
+    monkeypatch.setattr("quire.engine.kv_reads.READ_LIMIT_S", 120.0)
