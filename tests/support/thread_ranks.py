@@ -120,6 +120,9 @@ class RankThread:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
     def wait(self, timeout: float | None = None) -> int:
         self._thread.join()  # it ends with its socket, however long a step takes
         return 0
