@@ -167,7 +167,7 @@ def test_two_streams_may_be_read_in_turn(llm: LLM) -> None:
 
 
 def test_streams_may_begin_in_another_order_than_they_were_made(demo_model: Path) -> None:
-    """Those that begin first arrived first, also when blocks run out and the latest arrival has to give way."""
+    """Requests that begin first arrived first, also when blocks run out and the latest arrival has to give way."""
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
     with LLM(str(demo_model), num_kv_blocks=12, block_size=8) as llm:
         expected = [llm.generate([5 + i] * 8, params, use_tqdm=False)[0].outputs[0].token_ids for i in range(4)]

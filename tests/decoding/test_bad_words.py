@@ -1,4 +1,4 @@
-"""Which tokens would complete a bad word."""
+"""Tokens that would complete a bad word."""
 
 import numpy as np
 from hypothesis import given

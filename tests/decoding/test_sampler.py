@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_plain_steps(sample_rows: SampleRows, data: st.D
 
 
 def test_grammar_holds_when_the_other_masks_leave_nothing(sample_rows: SampleRows) -> None:
-    """Of bad words, an end before min_tokens and the bias of a token that is not allowed, none wins."""
+    """No bad word, end before min_tokens or bias of a token that is not allowed wins."""
     logits = np.zeros((2, 40), dtype=np.float32)
     params = SamplingParams(
         temperature=0.0, min_tokens=3, logit_bias={9: 100.0}, structured_outputs=ANY_GRAMMAR, logprobs=1
@@ -224,7 +224,7 @@ def test_allowed_token_ids_hold_when_the_other_masks_leave_nothing(sample_rows: 
 def test_smallest_repetition_penalty_brings_back_no_forbidden_token(
     sample_rows: SampleRows, penalty: float, temperature: float
 ) -> None:
-    """Of the known tokens 0, 1 and 2 only 0 may come; times 0 its rivals' minus infinity would be NaN, which wins."""
+    """Only 0 of the known tokens 0, 1 and 2 may come; times 0 its rivals' minus infinity would be NaN, which wins."""
     params = SamplingParams(repetition_penalty=penalty, temperature=temperature, allowed_token_ids=[0, 4])
     rows = [NewRow(0, [1, 0, 2], 1, [], params, seed=0)]
     assert sample_rows(rows, np.array([[3.0, 9.0, -9.0, 1.0, 2.0]], dtype=np.float32)).token_ids == [0]

@@ -167,7 +167,7 @@ def test_litellm_json_modes(litellm_answer: Callable[..., Any], provider: str) -
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON", "JSON_SCHEMA"])
 def test_instructor_modes(client: OpenAI, mode: str) -> None:
-    """In the mode JSON the schema is in the prompt alone."""
+    """The mode JSON puts the schema into the prompt alone."""
     instructor = pytest.importorskip("instructor", reason="instructor is not installed: make clients runs this test")
     asking = instructor.from_openai(client, mode=instructor.Mode[mode])
     fields = {"model": MODEL, "temperature": 0, "max_tokens": LENGTH, "max_retries": 0}

@@ -181,7 +181,7 @@ def test_ranks_that_add_squares_of_a_norm_have_the_same_bits_in_every_way_at_onc
 def test_prompts_that_are_computed_apart_change_no_bit(
     hybrids: dict[str, Path], name: str, isa: str, num_slots: int
 ) -> None:
-    """In few slots states are given up on both sides: by tickets, and by loads. What does not come is computed."""
+    """With few slots states are given up on both sides: by tickets, and by loads. What does not come is computed."""
     check_apart(hybrids[name], isa, "bfloat16", 15310, num_state_slots=num_slots, max_num_seqs=num_slots // 4)
 
 

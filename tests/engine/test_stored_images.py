@@ -188,7 +188,7 @@ def test_spoilt_blocks_and_other_processors_cost_time_and_no_bit(root: Path, tmp
 
 @pytest.mark.usefixtures("forked_processes")
 def test_engines_for_prompts_hand_over_blocks_with_images(root: Path) -> None:
-    """Of an image the consumer encodes nothing: it computes the last tokens alone."""
+    """The consumer encodes nothing of an image: it computes the last tokens alone."""
     folder, salts = write(root, "qwen2_5_vl"), count()
     parts = [PARTS, (PARTS[0], 2, *PARTS[2:])]
     expected = [each for each, _ in ask(folder, None, *(prompt(*each, serials=FIRST) for each in parts))]

@@ -157,7 +157,7 @@ def alone(folder: Path) -> list[list[Answer]]:
 
 
 def test_pixels_are_those_of_transformers() -> None:
-    """Of every mode; tiles are rows of the image, and that of all of it below."""
+    """Images have every mode; tiles are rows of the image, and that of all of it below."""
     settings = settings_of(PROCESSOR)
     processor = transformers.LlavaOnevisionImageProcessorPil(**PROCESSOR)
     draws = random.Random(4)

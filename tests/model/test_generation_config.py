@@ -1,4 +1,4 @@
-"""Which tokens end an answer."""
+"""Tokens that end an answer."""
 
 from pathlib import Path
 

@@ -106,7 +106,7 @@ def token_refusal(service: Service, *requests: PreparedRequest) -> ApiError:
 
 
 def test_queued_tokens_are_bounded_in_sum() -> None:
-    """Of all calls that are being sent and all requests that wait, each prompt counted n times."""
+    """All calls that are being sent and all requests that wait count, each prompt counted n times."""
     service: Service = make_app(max_queued_tokens=100).state.service
     service.client.num_queued_tokens = 30  # type: ignore[misc]
     with service.admission.reserve_tokens(service.client, service.options, [prepared(10, n=4), prepared(20)]):

@@ -601,7 +601,7 @@ class DecoderSpec:
 
     @property
     def cached_attentions(self) -> tuple[Attention, ...]:
-        """Those with a KV cache of their own, in order: none of an encoder's."""
+        """Layers with a KV cache of their own, in order: none of an encoder's."""
         return tuple(each for each in self.attentions if each.is_causal and each.cache_layer is None)
 
     @property

@@ -305,7 +305,7 @@ def test_sizes_that_are_asked_for_are_those_of_decodes_and_of_steps_with_chunks(
 
 
 def test_small_sizes_have_no_graphs_of_steps_with_chunks(recorder: Recorder) -> None:
-    """Those have 8 rows or more, and more tokens than rows."""
+    """Steps with chunks have graphs of 8 rows or more, and more tokens than rows."""
     sizes = sizes_of(cudagraph_capture_sizes=(1, 2, 4, 8))
     device = torch.device("cpu")
     graphs = CudaGraphRunner(recorder.forward, MAX_BLOCKS, device, recorder.capture, max_rows=50, sizes=sizes)

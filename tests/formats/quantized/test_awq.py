@@ -22,7 +22,7 @@ def test_the_order_in_a_word_is_that_of_the_definition() -> None:
 
 
 class DigitsOnly:
-    """In place of random numbers, the number of each output."""
+    """Weights are the number of their output, in place of random numbers."""
 
     def integers(self, low: int, high: int, shape: tuple[int, int]) -> object:
         return torch.arange(shape[0])[:, None].expand(shape).numpy()

@@ -122,7 +122,7 @@ def test_ranks_have_columns_of_the_whole(num_ranks: int, routing: Routing, make:
 def test_ranks_that_have_inputs_of_second_layers_add_up_their_results(
     num_ranks: int, routing: Routing, dtype: torch.dtype
 ) -> None:
-    """Of uneven parts; a row has the same bits alone and among many, of which some are computed at once."""
+    """Parts are uneven; a row has the same bits alone and among many, of which some are computed at once."""
     sizes, (router, _) = [40] * 6 + [104] * routing.has_shared, mixture(routing, dtype=dtype)
     weights = [(torch.randn(2, size, WIDTH) / 9, torch.randn(WIDTH, size) / 9, torch.randn(WIDTH)) for size in sizes]
     x = torch.randn(3000, WIDTH).to(dtype)
@@ -172,7 +172,7 @@ def test_layer_matches_the_experts_one_by_one(kind: tuple[str, str], routing: Ro
 
 @pytest.mark.parametrize("routing", BIASED, ids=str)
 def test_experts_are_chosen_by_weights_with_biases(routing: Routing) -> None:
-    """Of float32, so that both choose alike; rows of equal scores, too, and a row that is alone among others."""
+    """Scores are float32, so that both choose alike; some rows have equal scores, and a row is alone among others."""
     router, experts = mixture(routing, dtype=torch.float32)
     bias, x = random_bias(routing), torch.randn(90, WIDTH)
     x[40:44] = 0.0
@@ -184,7 +184,7 @@ def test_experts_are_chosen_by_weights_with_biases(routing: Routing) -> None:
 
 @pytest.mark.parametrize("routing", [Routing(2, True), Routing(3, False, True)], ids=str)
 def test_scales_multiply_weights_and_the_router_may_score_other_rows(routing: Routing) -> None:
-    """Of float32, so that both choose alike. The shared expert has no scale."""
+    """Scores are float32, so that both choose alike. The shared expert has no scale."""
     router, experts = mixture(routing, dtype=torch.float32)
     scales, x, scored = torch.rand(6) + 0.5, torch.randn(90, WIDTH), torch.randn(90, WIDTH)
     compute = CppExperts(router, experts, routing, None, None, scales)

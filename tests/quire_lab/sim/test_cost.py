@@ -63,7 +63,7 @@ def test_paged_attention_takes_the_papers_factor_longer() -> None:
 
 
 def test_devices_wait_for_the_one_with_the_most_heads() -> None:
-    """Of 40 heads one of three devices has 14."""
+    """One of three devices has 14 of 40 heads."""
     cost = CostModel(OPT_13B, MACHINE, num_devices=3, attention_factor=CONTIGUOUS_ATTENTION_FACTOR)
     longer = cost.step_s(decode(1, 2000)) - cost.step_s(decode(1, 1000))
     assert longer == pytest.approx(1000 * 819_200 * 14 / 40 / 1e12)
@@ -85,7 +85,7 @@ def test_devices_share_the_work_and_talk() -> None:
 
 
 def test_ranks_exchange_what_their_mode_does() -> None:
-    """Of 40 layers of 5,120 dimensions and 20,480 inner ones."""
+    """The model has 40 layers of 5,120 dimensions and 20,480 inner ones."""
     assert Exchanges.of(OPT_13B, 2, 2, "gather") == (160, 40 * 2 * (3 * 5120 + 20480) // 2)
     assert Exchanges.of(OPT_13B, 2, 2, "reduce") == (80, 80 * 4 * 5120)
     assert Exchanges.of(OPT_13B, 2, 4, "reduce") == (80, 80 * 4 * 5120 * 3)

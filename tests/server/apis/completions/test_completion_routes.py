@@ -271,7 +271,7 @@ def test_names_are_those_of_the_server(server: OpenAIServer) -> None:
 def test_parameters_are_checked_against_the_model_once(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch, search: dict[str, Any]
 ) -> None:
-    """Of all prompts of a call, before any of them is tokenized."""
+    """All prompts of a call are checked before any of them is tokenized."""
     done, inputs = list[str](), server.service.client.inputs
     check, tokenize = SamplingParams.check_vocabulary, inputs.tokenize
 

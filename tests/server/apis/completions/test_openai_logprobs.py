@@ -107,7 +107,7 @@ def test_pieces_are_the_whole(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("num_positions", [0, 1, 2, 3, 5, 50])
 def test_slices_are_the_whole(num_positions: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of whatever length: 3 candidates a position, in slices of 1, 2 and 1,024 positions."""
+    """An answer may have any length: 3 candidates a position, in slices of 1, 2 and 1,024 positions."""
     ids = [5 + number for number in range(num_positions)]
     table, names = LogprobTable.of([candidates(token, token + 1, token + 2) for token in ids]), TokenNames(tokenizer)
     found = []
