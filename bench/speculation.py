@@ -88,7 +88,7 @@ class Counts:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.num_verified, self.num_accepted = drafter, 0, 0
-        self.apply, self.draft = drafter.apply, drafter.draft
+        self.apply, self.draft, self.reads_hidden = drafter.apply, drafter.draft, drafter.reads_hidden
 
     def record(self, row: int, num_drafts: int, num_accepted: int) -> None:
         """Count, and pass on."""
@@ -107,6 +107,7 @@ class Oracle:
         self, batch: PersistentBatch, wholes: Sequence[Tokens], acceptance: float, method: DraftModel | None = None
     ) -> None:
         self._batch, self._wholes, self._acceptance, self._method = batch, wholes, acceptance, method
+        self.reads_hidden = method is not None and method.reads_hidden
         self._rng = random.Random(1)
 
     def draft(self, rows: DraftRows, limits: IntArray, step: StepInputs) -> Mapping[int, Sequence[int]]:
