@@ -21,6 +21,7 @@ from quire.cache.prefix_tree import PrefixMatch, Scope, as_bytes, scope_text
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.config import DiskWritePolicy
 from quire.core.kv_identity import NO_STATES, StateParts, StoredBlock
+from quire.core.token_ids import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,6 @@ MAX_QUEUED_BYTES = 16 << 20  # tokens of queued runs, 4 bytes each: 4 million
 RETRY = 16               # one of so many loads that seem slower than computing is made, to measure again
 TRUSTED_BLOCKS = 64      # loaded, before their rate counts
 MAX_KEYS = 4096          # scopes with keys in memory
-_TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +126,7 @@ class StoredStates:
 
     def __init__(self, cache: "KVCacheManager", parts: StateParts) -> None:
         self._tree, self.parts = cache.prefixes.snapshots, parts
-        self._tokens, self._num_bytes = parts.tokens(cache.block_size), cache.block_size * _TOKEN_BYTES
+        self._tokens, self._num_bytes = parts.tokens(cache.block_size), cache.block_size * TOKEN_BYTES
 
     def source(self, packed: bytes, blocks: Sequence[int], num_slots: int) -> tuple[bytes, list[int]]:
         """Return a run of cached blocks up to the last with a snapshot, with its parts, and where they all are.
@@ -202,13 +202,13 @@ class WriteQueue:
         stored = self._stored
         while self._runs:
             run = self._runs[0]
-            num_blocks = len(run.packed) // (_TOKEN_BYTES * self._size)
+            num_blocks = len(run.packed) // (TOKEN_BYTES * self._size)
             packed, blocks = run.packed, list[int]()
             if self._states.parts.num_parts:
                 packed, blocks = self._states.source(packed, self._cached(run), stored.num_slots)
             path = stored.path(run.key, packed)
             stored.touch(path)
-            if len(path) * self._size * _TOKEN_BYTES < len(packed):
+            if len(path) * self._size * TOKEN_BYTES < len(packed):
                 blocks = blocks or self._cached(run)
                 try:
                     while len(path) < len(blocks) and stored.add(path, run.key, packed) is not None:
@@ -239,7 +239,7 @@ class WriteQueue:
         """Remove the first run; what is not stored of it is dropped."""
         run = self._runs.popleft()
         self._num_bytes -= run.num_bytes
-        self._counts.num_dropped += len(run.packed) // (_TOKEN_BYTES * self._size) - num_stored
+        self._counts.num_dropped += len(run.packed) // (TOKEN_BYTES * self._size) - num_stored
 
     def check(self) -> None:
         """Assert that the bytes of all runs are counted."""

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 from quire.cache.prefix_tree import as_bytes, scope_text
 from quire.core.kv_identity import NO_STATES, StateParts
 from quire.core.sequence import KVTransfer, Request, Sequence
+from quire.core.token_ids import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from quire.cache.manager import KVCacheManager
 
 MAX_BYTES = 64 << 20   # of all tickets: a prefix that is found costs its request little, and each ticket its tokens
 TICKET_BYTES = 1024    # of a ticket, beside its tokens and the numbers of its blocks
-_TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class Tickets:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tickets, without what is in their blocks."""
-        return len(self._tickets) * TICKET_BYTES + self.num_blocks * (4 * self._cache.block_size + 8)
+        return len(self._tickets) * TICKET_BYTES + self.num_blocks * (TOKEN_BYTES * self._cache.block_size + 8)
 
     # --- the engine's thread --------------------------------------------------------------------------------------
 
@@ -91,14 +91,14 @@ class Tickets:
         """
         transfer, lease_id = request.transfer, request.request_id
         assert transfer is not None, "a request without a ticket"
+        if transfer.ticket in self._tickets or lease_id in self._cache.leases:
+            return
         size, num_parts = self._cache.block_size, self._parts.num_parts
         num_usable = sequence.num_prompt_tokens - (num_parts > 0)  # the last token is computed behind the state
         num_blocks = min(num_usable, sequence.num_computed_tokens) // size
         tokens = self._names(as_bytes(sequence.token_ids[: num_blocks * size]))
-        num_blocks = len(tokens) // (_TOKEN_BYTES * size)
-        if not num_blocks or transfer.ticket in self._tickets or lease_id in self._cache.leases:
-            return
-        blocks = self._cache.lease_computed(lease_id, sequence.seq_id, num_blocks)
+        num_blocks = len(tokens) // (TOKEN_BYTES * size)
+        blocks = self._cache.lease_computed(lease_id, sequence.seq_id, num_blocks) if num_blocks else None
         if blocks is None:
             return
         ends_s = self._clock() + self.lease_s

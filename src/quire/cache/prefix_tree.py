@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.block_pool import CachedBlocks, in_slices, run_to_the_end
+from quire.core.token_ids import TOKEN_BYTES
 
 Scope = Hashable
 
@@ -91,8 +92,7 @@ NO_MATCH = PrefixMatch()
 
 
 MAX_CHILDREN_SEEN = 8  # children of one node, when a match ends inside of a block
-_TOKEN_BYTES = 4
-_TOKEN_BITS = 8 * _TOKEN_BYTES
+_TOKEN_BITS = 8 * TOKEN_BYTES
 _PARENT_BYTES = 8
 _pack_parent = Struct("=q").pack
 
@@ -144,7 +144,7 @@ class PrefixTree:
 
     def key_at(self, parent: int, packed: bytes, index: int) -> bytes:
         """Return the name of the node below `parent` that has the tokens of block `index` of `packed`: `as_bytes`."""
-        num_bytes = self.block_size * _TOKEN_BYTES
+        num_bytes = self.block_size * TOKEN_BYTES
         return _pack_parent(parent) + packed[index * num_bytes : (index + 1) * num_bytes]
 
     def find(self, key: bytes) -> int | None:
@@ -208,7 +208,7 @@ class PrefixTree:
 
         `known`: the first of them, which are not yielded.
         """
-        node, num_bytes = known[-1] if known else self._roots.get(scope), self.block_size * _TOKEN_BYTES
+        node, num_bytes = known[-1] if known else self._roots.get(scope), self.block_size * TOKEN_BYTES
         if node is None:
             return
         packed = as_bytes(token_ids[len(known) * self.block_size : stop])

@@ -16,9 +16,9 @@ from itertools import islice
 
 from quire.cache.prefix_tree import NONE, PrefixTree
 from quire.core.kv_identity import NO_PARENT, StoredBlock
+from quire.core.token_ids import TOKEN_BYTES
 
 SCOPE_BYTES = 32
-_TOKEN_BYTES = 4
 
 
 class StoredBlocks:
@@ -29,7 +29,7 @@ class StoredBlocks:
     def __init__(self, num_slots: int, block_size: int) -> None:
         self.num_slots = num_slots
         self._tree = PrefixTree(num_slots, block_size)     # pending: nodes with bytes that are being written
-        self._num_bytes = block_size * _TOKEN_BYTES        # one node's tokens
+        self._num_bytes = block_size * TOKEN_BYTES        # one node's tokens
         self._order = OrderedDict[int, None]()             # the least recently used slot first
         self._free = list(range(num_slots))                # a heap: the file of a store ends with its highest slot
         self._held = Counter[int]()                        # reads and writes of each slot

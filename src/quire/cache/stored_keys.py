@@ -14,6 +14,7 @@ from hashlib import sha256, shake_256
 import numpy as np
 
 from quire.core.images import PromptImage
+from quire.core.token_ids import TOKEN_BYTES
 
 MAX_KNOWN_IMAGES = 1 << 16      # 12 MB
 _MARK = b"\xff\xff\xff\xff"     # the first token of a digest is -1, which is no text's
@@ -27,7 +28,7 @@ class StoredKeys:
     """
 
     def __init__(self, block_size: int) -> None:
-        self._num_bytes, self.kind = 4 * block_size, b""
+        self._num_bytes, self.kind = TOKEN_BYTES * block_size, b""
         self._digests = OrderedDict[int, bytes]()   # serial -> SHA-256, the least recently used first
 
     def know(self, images: Iterable[PromptImage]) -> None:
@@ -46,7 +47,7 @@ class StoredKeys:
         """Return the names of full blocks, given by the keys of their tokens, up to the first with an unknown image."""
         if not self._digests or not packed or (keys := np.frombuffer(packed, np.int32)).min() >= 0:
             return packed
-        with_images = np.flatnonzero(keys.reshape(-1, self._num_bytes // 4).min(axis=1) < 0)
+        with_images = np.flatnonzero(keys.reshape(-1, self._num_bytes // TOKEN_BYTES).min(axis=1) < 0)
         names, named = bytearray(packed), dict[bytes, bytes | None]()   # most blocks inside of an image are equal
         for start in (with_images * self._num_bytes).tolist():
             own = packed[start : start + self._num_bytes]

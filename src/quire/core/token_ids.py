@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 else:
     PackedTokens = array  # cannot be subscripted in Python 3.11
 
+TOKEN_BYTES = 4     # of a packed token
+
 
 def pack_tokens(token_ids: Sequence[int]) -> PackedTokens:
     """Return token ids as 32-bit integers; those that are packed, as they are. struct.error if one does not fit."""

@@ -20,9 +20,9 @@ from quire.cache.prefix_tree import as_bytes, scope_text
 from quire.cache.stored_blocks import StoredBlocks
 from quire.core.errors import ConfigError
 from quire.core.kv_identity import NO_PARENT, KVIdentity, StoredBlock
+from quire.core.token_ids import TOKEN_BYTES
 from quire.engine.kv_disk import KVDisk
 from quire.engine.messages import SessionBlocks
-from quire.execution.kv_slots import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from quire.execution.kv_store import CacheBlocks, KVStore

@@ -14,8 +14,9 @@ import struct
 import numpy as np
 
 from quire.core.kv_identity import NO_PARENT, StoredBlock
+from quire.core.token_ids import TOKEN_BYTES
 
-SCOPE_BYTES, TOKEN_BYTES = 32, 4
+SCOPE_BYTES = 32
 _SEAL = struct.Struct("<QQ")           # check, digest of the block's bytes
 _FIELDS = struct.Struct("<QQQqq32s")   # order of writes, stamp, the parent's stamp, slot, parent, scope; then tokens
 EMPTY_SEAL = bytes(_SEAL.size)

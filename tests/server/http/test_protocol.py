@@ -236,9 +236,13 @@ def test_client_that_asks_before_it_sends_is_told_in_time(port: int) -> None:
     assert received.startswith(b"HTTP/1.1 413 ")
 
 
-def test_client_that_asks_before_it_sends_may_go_on(port: int) -> None:
+@pytest.mark.parametrize("blanks", [b"", b" ", b" \t "], ids=["plain", "blank", "tab"])
+def test_client_that_asks_before_it_sends_may_go_on(port: int, blanks: bytes) -> None:
+    """Blanks behind a value are no part of it (RFC 9110, section 5.5); httptools 0.9.0 keeps them."""
+    line, *fields = HEAD.split(b"\r\n")[:-1]
+    fields += [b"Connection: close", b"Content-Length: 2", b"Expect: 100-continue"]
     with connect(port) as connection:
-        connection.sendall(HEAD + b"Connection: close\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        connection.sendall(b"\r\n".join([line, *(field + blanks for field in fields), b"", b""]))
         received = b""
         while b"\r\n\r\n" not in received:
             received += connection.recv(65536)
@@ -464,21 +468,6 @@ def test_upgrade_that_nobody_offers_is_passed_over(port: int) -> None:
     with connect(port) as connection:
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
         assert read_one(connection).startswith(b"HTTP/1.1 200 ")
-
-
-@pytest.mark.parametrize("blanks", [b" ", b" \t "], ids=["blank", "tab"])
-def test_blanks_around_a_value_are_no_part_of_it(port: int, blanks: bytes) -> None:
-    """RFC 9110, section 5.5; httptools 0.9.0 keeps those behind the value."""
-    line, *fields = HEAD.split(b"\r\n")[:-1]
-    fields += [b"Connection: close", b"Content-Length: 2", b"Expect: 100-continue"]
-    with connect(port) as connection:
-        connection.sendall(b"\r\n".join([line, *(field + blanks for field in fields), b"", b""]))
-        received = b""
-        while b"\r\n\r\n" not in received:
-            received += connection.recv(65536)
-        assert received == b"HTTP/1.1 100 Continue\r\n\r\n"
-        connection.sendall(b"{}")
-        assert parse(read_all(connection)).body == b"{}"
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"

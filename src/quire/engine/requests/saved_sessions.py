@@ -80,10 +80,8 @@ class SavedSession:
             message = f"session {shown(self.name)} was saved with another cache_salt, or without one"
             raise SessionError(message, "session_incompatible")
 
-
     def check_images(self, prompts: ImagePrompts | None) -> ImagePrompts | None:
-        """Return the images of an engine's prompts, None if the session has none. SessionError if the engine has none.
-        """
+        """Return what numbers images, None if the session has none. SessionError if an engine without is given some."""
         if self.images and prompts is None:
             message = f"session {shown(self.name)} has {len(self.images)} images, and this engine reads none"
             raise SessionError(message, "session_incompatible")

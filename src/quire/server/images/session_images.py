@@ -26,9 +26,14 @@ def saved_messages(messages: Sequence[Message], images: Sequence[PromptImage]) -
     numbers = {image.serial: number for number, image in enumerate(images)}
 
     def described(part: ImagePart) -> object:
-        return {"type": _SAVED, "image": 0 if part.kept is None else numbers.get(part.kept.serial, 0)}
+        assert part.kept is not None, "an image of an open session is kept"
+        return _saved_part(numbers[part.kept.serial])
 
     return [dict(each) for each in with_parts(messages, described)]
+
+
+def _saved_part(number: int) -> dict[str, Any]:
+    return {"type": _SAVED, "image": number}
 
 
 def restored_messages(messages: list[dict[str, Any]] | None, images: Sequence[PromptImage]) -> list[Message] | None:
@@ -54,7 +59,7 @@ def _restored(message: dict[str, Any], images: Sequence[PromptImage]) -> Message
 
 def check_messages(messages: Sequence[Message], options: ServerOptions) -> None:
     """Raise ApiError 400 for messages of more than max_session_bytes, without their images."""
-    num_bytes, most = len(encode(saved_messages(messages, ()))), options.max_session_bytes
+    num_bytes, most = len(encode(with_parts(messages, lambda _: _saved_part(0)))), options.max_session_bytes
     if num_bytes > most:
         invalid(f"the messages of the session take {num_bytes} bytes, at most {most} (max_session_bytes)",
                 param="messages")  # fmt: skip
